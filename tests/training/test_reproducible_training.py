@@ -326,3 +326,13 @@ def test_models_have_the_bits_of_one_rank(kind):
     [one] = run_virtual(1, lambda comm: train(comm, template, Aligned(Striped(), 16)))
     for each in run_virtual(3, lambda comm: train(comm, template)):
         assert same_bits(each, one)
+
+
+def test_experts_on_a_gpu_are_refused():
+    block = torch.nn.ModuleDict(
+        {"gate": torch.nn.Linear(2, 2), "experts": torch.nn.ModuleList([torch.nn.Linear(2, 2)])}
+    )
+    reproducible.check_experts("layers.0.mlp", block, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"must be on a CPU .*, got layers\.0\.mlp\.experts on cuda:1"):
+        reproducible.check_experts("layers.0.mlp", block, torch.device("cuda:1"))
+    reproducible.check_experts("layers.0.mlp", block["gate"], torch.device("cuda:1"))

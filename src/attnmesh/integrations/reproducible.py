@@ -427,6 +427,7 @@ class _UnitForward(_Forward):
                     f"{self.name} must be given single tensors with a reproducible ContextParallel, got a "
                     f"{type(value).__name__} of tensors"
                 )
+        check_experts(self.name, self.module, next(values[i].device for i in dims))
         for module in self.module.modules():
             rate = getattr(module, "p", 0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0
             if rate and module.training:
@@ -478,6 +479,15 @@ class _UnitForward(_Forward):
                 )
         whole = [_InPlace.apply(x) if x.requires_grad else x for x in found]  # type: ignore[no-untyped-call]
         return whole if tokens == size else [x.narrow(dim, 0, tokens) for x in whole]
+
+
+def check_experts(name: str, module: nn.Module, device: torch.device) -> None:
+    """Raise ValueError for experts on a GPU: whether their kernels have the same bits in every run was not tested."""
+    found = next((each for each, _ in module.named_modules() if "expert" in each.rpartition(".")[2]), None)
+    if found is not None and device.type != "cpu":
+        raise ValueError(
+            f"a mixture of experts must be on a CPU with a reproducible ContextParallel, got {name}.{found} on {device}"
+        )
 
 
 def _split(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
