@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -100,7 +100,7 @@ def _dtype(device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" else torch.bfloat16
 
 
-def _table(case: Case, device: str) -> Tensor:
+def random_table(case: Case, device: str) -> Tensor:
     """Blocks in random order."""
     blocks = -(-case.length // BLOCK)
     return torch.randperm(case.batch * blocks, device=device).int().view(case.batch, blocks)
@@ -124,7 +124,7 @@ def _attention(case: Case, device: str) -> Rows:
     q = torch.randn(case.batch, case.tokens, case.heads, DIM, dtype=_dtype(device), device=device)
     indices = torch.rand(case.batch, case.tokens, case.length, device=device).argsort(-1)[..., : case.topk].int()
     call = decode_call(
-        q, latent_pool(case, device), _table(case, device), indices, DIM**-0.5, VALUES, None, None, None, None
+        q, latent_pool(case, device), random_table(case, device), indices, DIM**-0.5, VALUES, None, None, None, None
     )
     some = decode_call(
         q[:CHECKED].float(), _widened(call), call.keys.table[:CHECKED] if call.keys.table is not None else None,
@@ -172,7 +172,8 @@ def _widened(call: SparseDecodeCall) -> Stored:
     return pool.float() if isinstance(pool, Tensor) and pool.dtype != torch.float32 else pool
 
 
-def _topk(case: Case, device: str) -> Rows:
+def topk_arguments(case: Case, device: str) -> dict[str, Any]:
+    """Random arguments of `paged_indexer_topk`."""
     blocks = case.batch * -(-case.length // BLOCK)
     pool = unpack_index_keys(
         torch.randint(0, 256, (blocks, BLOCK * (INDEX_DIM + 4)), dtype=torch.uint8, device=device), BLOCK
@@ -183,7 +184,14 @@ def _topk(case: Case, device: str) -> Rows:
     iq = torch.randn(*shape, INDEX_DIM, dtype=_dtype(device), device=device)
     w = torch.rand(shape, dtype=torch.float32, device=device)
     last = torch.full((case.batch,), case.length - 1, device=device)
-    step = indexer_step(iq, pool, _table(case, device), w, case.topk, last, None, 1.0, True, "auto")
+    table = random_table(case, device)
+    return {"iq": iq, "pool": pool, "block_table": table, "w": w, "topk": case.topk, "cur_pos": last}
+
+
+def _topk(case: Case, device: str) -> Rows:
+    given = topk_arguments(case, device)
+    step = indexer_step(**given, key_range=None, scale=1.0, relu=True, backend="auto")
+    iq = step.iq
     times = _times({"auto": lambda: select(step).indices}, device)
     read = case.batch * case.length * bytes_per_token("fp8_token", INDEX_DIM)
     error = _topk_error(step)

@@ -1,0 +1,38 @@
+"""Two checkouts are compared program by program, with the reason where one of them has no figure."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import before_after
+
+HERE = Path(before_after.__file__).parents[1]
+
+
+def test_the_ratio_is_the_median_over_rounds_of_runs_beside_each_other():
+    drifting = [(1.0, 1.1), (2.0, 2.2), (4.0, 3.0)]
+    found = before_after.rows({"same": [(1.0, 1.0)], "drifting": drifting, "lost": []}, {"lost": "after: OSError"})
+    assert [row["program"] for row in found] == ["lost", "drifting", "same"]
+    assert [row["ratio"] for row in found] == ["after: OSError", pytest.approx(1.1), 1.0]
+
+
+def test_every_kind_of_call_is_timed_on_a_gpu():
+    names = list(before_after.programs("cuda"))
+    for part in ("forward causal", "backward causal", "ring", "decode", "sparse", "top-k", "gated delta rule", "ALiBi"):
+        assert any(part in name for name in names), part
+
+
+def test_a_folder_without_the_package_is_refused(tmp_path):
+    result = CliRunner().invoke(before_after.app, [str(tmp_path), "--device", "cpu"])
+    assert result.exit_code == 2
+    assert "has no src/attnmesh" in result.output
+
+
+@pytest.mark.sweep
+def test_a_checkout_is_compared_with_itself():
+    result = CliRunner().invoke(before_after.app, [str(HERE), "--device", "cpu", "--rounds", "2"])
+    assert result.exit_code in (0, 1), result.output  # two runs of one program may differ by more than 1%
+    for name in before_after.programs("cpu"):
+        assert name in result.output
+    assert "Error" not in result.output
