@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,6 +41,7 @@ from benchmarks.sparse import cases as sparse
 
 _SLICE_MS = 20.0
 _MOST_SLOWER = 1.01
+_SILENCE = 120.0  # seconds: more than any program takes to compile
 _HERE = Path(__file__).resolve().parents[1]
 _K = 1024
 Make = Callable[[str], Run]
@@ -262,14 +265,24 @@ class Worker:
         self._process = subprocess.Popen(
             command, env=environment, cwd=_HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        self._answers: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._answers.put(json.loads(line))
+        self._answers.put(None)
 
     def answer(self) -> Any:
-        """The next answer. Raises RuntimeError if the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        """The next answer. Raises RuntimeError if the process ends, or says nothing for long."""
+        try:
+            found = self._answers.get(timeout=_SILENCE)
+        except queue.Empty:
+            raise RuntimeError(f"a process said nothing for {_SILENCE} s") from None
+        if found is None:
             raise RuntimeError(f"a process ended with status {self._process.wait()}")
-        return json.loads(line)
+        return found
 
     def milliseconds(self, name: str) -> float:
         """Time a program."""
@@ -299,6 +312,10 @@ def compare(
 ) -> Iterator[tuple[str, Rows]]:
     """Yield one table, slowest first; a program that one of the checkouts cannot run has the reason."""
     deadline = time.monotonic() + seconds
+
+    def say(text: str) -> None:
+        print(f"{deadline - time.monotonic():5.1f} s left: {text}", file=sys.stderr, flush=True)
+
     shares = [share for n in range(processes) if (share := names[n::processes])]
     workers = [[Worker(checkout, device, share) for share in shares] for checkout in (before, _HERE)]
     failed: dict[str, str] = {}
@@ -308,10 +325,11 @@ def compare(
             for worker, where in zip(pair, ("before", "after"), strict=True):
                 for _ in share:
                     name, error = worker.answer()
+                    say(f"built {name}, {where}{f': {error}' if error else ''}")
                     if error is not None:
                         failed[name] = f"{where}: {error}"
         for turn in range(rounds):
-            print(f"round {turn + 1}, {deadline - time.monotonic():.0f} s left", file=sys.stderr, flush=True)
+            say(f"round {turn + 1}")
             for n, name in enumerate(names):
                 if name not in failed and time.monotonic() < deadline:
                     first, second = (each[n % processes].milliseconds(name) for each in workers[:: 1 - 2 * (turn % 2)])
