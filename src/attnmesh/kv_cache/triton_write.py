@@ -33,11 +33,6 @@ from attnmesh.ops.storage import (
     values_of,
 )
 
-# Triton kernels have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
-
-
 _WRITE_ELEMENTS = 2048  # of one token's keys per program
 _PREPARE_ELEMENTS = 1024  # per program: few, so that the few tokens of a step fill the GPU
 _FP8_MAX = tl.constexpr(FP8_MAX)

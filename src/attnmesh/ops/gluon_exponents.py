@@ -14,9 +14,7 @@ The carry of a row is `raw_max`, its largest score before the factor; `row_max` 
 key `raw_max` is `lowest_of` the factor, which is finite: no exponent is the difference of two infinities.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

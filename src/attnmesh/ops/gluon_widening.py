@@ -1,8 +1,6 @@
 """Widening latents of `fp8_ds_mla`, e4m3 with a scale per 128 values, to 16 bits in shared memory, in Gluon."""
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

@@ -366,11 +366,16 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and gpu_of(device).capability // 10 == 9
 
 
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU, as the environment variable TRITON_INTERPRET=1 says."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
 def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start while the previous kernel runs: programmatic dependent launch, from Hopper on."""
-    import triton
-
-    return torch.version.hip is None and gpu_of(device).capability >= 90 and not triton.knobs.runtime.interpret
+    return torch.version.hip is None and gpu_of(device).capability >= 90 and not interpreted()
 
 
 @functools.cache

@@ -5,9 +5,6 @@ would read and write the running total at every step; here up to four parts join
 any number of packed states in order, in one launch. The torch equivalents are in `attnmesh.core.state`.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -25,13 +22,9 @@ _ELEMENTS = 2048  # of one tensor per program: four 16-byte accesses in flight f
 
 
 def accumulate(
-    total: State | None,
-    parts: Sequence[tuple[State, int, int]],
-    out_dtype: torch.dtype,
-    shape: tuple[int, int, int, int],
-    into: State | None = None,
-    sinks: Tensor | None = None,
-) -> State:
+    total: State | None, parts: Sequence[tuple[State, int, int]], out_dtype: torch.dtype,
+    shape: tuple[int, int, int, int], into: State | None = None, sinks: Tensor | None = None,
+) -> State:  # fmt: skip
     """The state over all keys of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
     A part `(state, row, sequence)` covers rows `row`, `row + 1`, ... of sequences `sequence`, `sequence + 1`, ...; it
@@ -76,11 +69,9 @@ def accumulate(
 
 
 def add(
-    total: Tensor | None,
-    parts: Sequence[tuple[Tensor, int, int]],
-    out_dtype: torch.dtype,
+    total: Tensor | None, parts: Sequence[tuple[Tensor, int, int]], out_dtype: torch.dtype,
     shape: tuple[int, int, int, int],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The sum of `total` and of 1 to 4 `parts`, over the rows of `shape` = (B, H, S, D).
 
     A part `(x, row, sequence)` covers what it does in `accumulate`. `total` is float32 and covers all rows; if
@@ -311,7 +302,7 @@ def merge_states(states: Sequence[State], key: Hashable) -> State:
         args = (*tensors, *[None] * (2 * (MAX_STATES - len(states))), out, lse, rows)
         with torch.cuda.device_of(out):
             launch = prepare(
-                _merge_states_kernel, (cdiv(rows, tile),), args, (*tensors, out, lse), D=width,
+                _merge_states_kernel, (cdiv(rows, tile),), args, (*tensors, out, lse), STATES=len(states), D=width,
                 BLOCK_D=padded(width), ROWS=tile, num_warps=4,
             )  # fmt: skip
         _launches.add(key, launch)
@@ -321,31 +312,25 @@ def merge_states(states: Sequence[State], key: Hashable) -> State:
 @triton.jit(do_not_specialize=["rows"])
 def _merge_states_kernel(
     out0, lse0, out1, lse1, out2, lse2, out3, lse3, out4, lse4, out5, lse5, out6, lse6, out7, lse7, out, lse, rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    STATES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)[None, :]
     real = row < rows
+    outs, lses = (out0, out1, out2, out3, out4, out5, out6, out7), (lse0, lse1, lse2, lse3, lse4, lse5, lse6, lse7)
     row_max = _lse_of_rows(lse0, row, real)
-    row_max = tl.maximum(row_max, _lse_of_rows(lse1, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse2, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse3, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse4, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse5, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse6, row, real))
-    row_max = tl.maximum(row_max, _lse_of_rows(lse7, row, real))
+    for i in tl.static_range(1, STATES):
+        row_max = tl.maximum(row_max, _lse_of_rows(lses[i], row, real))
     # No keys in any state: subtract 0, since -inf - -inf would be NaN.
     row_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc, total = _add_state(acc, total, row_max, out0, lse0, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out1, lse1, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out2, lse2, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out3, lse3, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out4, lse4, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out5, lse5, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out6, lse6, row, real, column, D)
-    acc, total = _add_state(acc, total, row_max, out7, lse7, row, real, column, D)
+    for i in tl.static_range(STATES):
+        weight = _exp_difference(_lse_of_rows(lses[i], row, real), row_max)
+        # An `out` of weight 0 is not read: 0 * NaN would be NaN.
+        mask = (real & (weight > 0.0))[:, None] & (column < D)
+        acc += tl.load(outs[i] + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32) * weight[:, None]
+        total += weight
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + row[:, None] * D + column, acc, mask=real[:, None] & (column < D))
     tl.store(lse + row, tl.where(total > 0.0, row_max + tl.log(total), float("-inf")), mask=real)
@@ -353,19 +338,4 @@ def _merge_states_kernel(
 
 @triton.jit
 def _lse_of_rows(lse, row, real):
-    if lse is None:
-        return tl.full(row.shape, float("-inf"), tl.float32)
-    else:  # noqa: RET505, a constant condition
-        return tl.load(lse + row, mask=real, other=float("-inf")).to(tl.float32)
-
-
-@triton.jit
-def _add_state(acc, total, row_max, out, lse, row, real, column, D: tl.constexpr):
-    if lse is None:
-        return acc, total
-    else:  # noqa: RET505, a constant condition
-        weight = _exp_difference(_lse_of_rows(lse, row, real), row_max)
-        # An `out` of weight 0 is not read: 0 * NaN would be NaN.
-        mask = (real & (weight > 0.0))[:, None] & (column < D)
-        values = tl.load(out + row[:, None] * D + column, mask=mask, other=0.0).to(tl.float32)
-        return acc + values * weight[:, None], total + weight
+    return tl.load(lse + row, mask=real, other=float("-inf")).to(tl.float32)

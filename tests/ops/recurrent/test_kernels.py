@@ -161,7 +161,7 @@ def test_long_sequences(kind, length, dtype, packed, sizes):
     [(torch.float16, 128, 128), (torch.bfloat16, 64, 128), (torch.bfloat16, 128, 32), (torch.bfloat16, 128, 64)],
 )
 def test_what_has_not_run_on_a_gpu_is_refused_there(monkeypatch, dtype, key_dim, value_dim):
-    monkeypatch.setattr(kernels, "_interpreted", lambda: False)
+    monkeypatch.setattr(kernels, "interpreted", lambda: False)
     q, v = (torch.empty(1, 2, 8, width, dtype=dtype, device="meta") for width in (key_dim, value_dim))
     why = kernels.why_no_kernels(q, q, v)
     assert (why is None) == (dtype == torch.bfloat16 and (key_dim, value_dim) == (128, 64))

@@ -238,7 +238,7 @@ def test_no_rows_or_no_heads(device, rows):
     ],
 )
 def test_columns_are_cut_in_powers_of_two(width, tiles):
-    assert triton_forward.split_width(width) == tiles
+    assert triton_forward.blocks_of(width) == tiles
 
 
 def test_the_hopper_kernel_says_what_it_serves(device):

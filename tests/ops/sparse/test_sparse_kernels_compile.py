@@ -209,7 +209,7 @@ def test_the_usual_kernels_compile():
     # Two groups, each 64 keys of 192 columns, four at a time.
     assert count(adds, r"REDG\..*F32x4") == count(adds, "REDG") == 2 * 64 * 192 // 4 // 128
     assert {kernel["kernel"] for kernel in kernels if kernel["case"][0] == "backward"} == {
-        "delta_kernel", "scores_kernel", "grad_query_kernel", "grad_key_kernel", "sum_kernel",
+        "_delta_kernel", "scores_kernel", "grad_query_kernel", "grad_key_kernel", "sum_kernel",
     }  # fmt: skip
     # The top-k needs two programs per multiprocessor: while one sums over heads, the other multiplies.
     best = next(kernel for kernel in kernels if kernel["kernel"] == "_topk_kernel")

@@ -13,10 +13,8 @@ Barriers are waited for by the parity of their phase, counted over all items. Se
 item.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
-from typing import Any, NamedTuple
+# mypy: disable-error-code="assignment"
+from collections import namedtuple
 
 import torch
 from triton.experimental import gluon
@@ -69,27 +67,10 @@ _ROWS, _KEYS = gl.constexpr(64), gl.constexpr(KEYS)
 _SECOND, _PRODUCER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
 
 
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    sums: Any  # of the second group, and their maxima and totals
-    row_max: Any
-    total: Any
-
-
-class Barriers(NamedTuple):
-    """The barriers of tiles, and of the results of the second group."""
-
-    k_ready: Any
-    k_free: Any
-    v_ready: Any
-    v_free: Any
-    cleared: Any
-    sums_ready: Any
-    sums_free: Any
+# Shared memory. The sums, maxima and totals are of the second group.
+Memory = namedtuple("Memory", "q k v sums row_max total")
+# The barriers of tiles, and of the results of the second group.
+Barriers = namedtuple("Barriers", "k_ready k_free v_ready v_free cleared sums_ready sums_free")
 
 
 def why_not(call: DecodeCall) -> str | None:
@@ -145,14 +126,10 @@ def _attend_kernel(
 
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
-        k_ready=new_barriers(RING, 1),
-        k_free=new_barriers(RING, HALVES),
-        v_ready=new_barriers(RING, 1),
-        v_free=new_barriers(RING, HALVES),
-        cleared=new_barriers(1, 2),
-        sums_ready=new_barriers(1, 1),
+        k_ready=new_barriers(RING, 1), k_free=new_barriers(RING, HALVES), v_ready=new_barriers(RING, 1),
+        v_free=new_barriers(RING, HALVES), cleared=new_barriers(1, 2), sums_ready=new_barriers(1, 1),
         sums_free=new_barriers(1, 1),
-    )
+    )  # fmt: skip
     fence_async_shared()
 
     sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
@@ -161,21 +138,10 @@ def _attend_kernel(
     memory = Memory(q_memory, keys, values, sums, row_max, total)
     results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
-        [
-            (
-                _attend, (
-                    0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES,
-                ),
-            ),
-            (
-                _attend, (
-                    1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES,
-                ),
-            ),
-            (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE)),
-        ],
-        [4, 1],
-        [_SECOND, _PRODUCER],
+        [(_attend, (0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
+         (_attend, (1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
+         (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE))],
+        [4, 1], [_SECOND, _PRODUCER],
     )  # fmt: skip
     invalidate_barriers(barriers)
 

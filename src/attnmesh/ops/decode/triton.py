@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.core.state import State
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.device_errors import MAX_SEQUENCES, error_record, raise_device_error
-from attnmesh.ops.launch import Launch, gpu_of, prepare, starts_early
+from attnmesh.ops.launch import Launch, cdiv, gpu_of, interpreted, next_power_of_2, prepare, starts_early
 from attnmesh.ops.storage import Quantized, Stored, values_of
 from attnmesh.utils.optional import installed, require
 
@@ -127,7 +127,7 @@ def _reads_two_heads(call: DecodeCall) -> bool:
     Not under a mask: keys that it hides from the rows of one head may hold anything.
     """
     plain = isinstance(call.k, Tensor) and isinstance(call.v, Tensor) and not v_in_k(call)
-    square = call.q.shape[3] == call.value_dim == power_of_two(call.value_dim)
+    square = call.q.shape[3] == call.value_dim == next_power_of_2(call.value_dim)
     return plain and square and call.mask is None and call.kv_heads % 2 == 0
 
 
@@ -147,7 +147,7 @@ def _shared_memory(tiles: DecodeTiles, call: DecodeCall) -> int:
     With one stage keys and values take turns, as they are multiplied: dequantized.
     """
     q_size, size = call.q.element_size(), values_of(call.k).element_size()
-    widths = sum(_blocks(call.q.shape[3])), power_of_two(call.value_dim)
+    widths = sum(_blocks(call.q.shape[3])), next_power_of_2(call.value_dim)
     loaded = sum(widths) * (tiles.stages - 1) * size if tiles.stages > 1 else max(widths) * q_size
     return tiles.rows * (widths[0] + tiles.keys) * q_size + tiles.keys * tiles.heads * loaded + _RESERVED
 
@@ -167,7 +167,7 @@ def _reads_pairs(call: DecodeCall) -> bool:
         width = 64
     return (
         head_dim >= width
-        and power_of_two(head_dim) == head_dim
+        and next_power_of_2(head_dim) == head_dim
         and value_dim % width == 0
         and all(_divisible(x.values, 2) for x in (call.k, call.v))
     )
@@ -196,7 +196,7 @@ def count_partitions(sequences: int, heads: int, slots: int) -> int:
 
 def _occupancy(programs: int, slots: int) -> float:
     """The fraction of the slots that programs occupy, over all waves that they need."""
-    return programs / (-(-programs // slots) * slots)
+    return programs / (cdiv(programs, slots) * slots)
 
 
 _MAX_MERGED_SPLITS = 512  # of one sequence and head: loaded together, none waits for another
@@ -218,22 +218,17 @@ def pick_merge_tile(splits: int, rows: int, value_dim: int, fixed: bool) -> Merg
     rows would make too many of them. With a fixed split size the tile must not depend on the number of splits, which
     would change the order of the sums.
     """
-    splits = 16 if fixed else min(max(2, power_of_two(splits)), _MAX_MERGED_SPLITS)
+    splits = 16 if fixed else min(max(2, next_power_of_2(splits)), _MAX_MERGED_SPLITS)
     warps = 1 if splits <= 64 and rows <= 16 and value_dim <= 128 else 4
     cells = 1024 * warps // splits
-    columns = min(max(16, power_of_two(value_dim)), cells)
+    columns = min(max(16, next_power_of_2(value_dim)), cells)
     return MergeTile(splits, max(1, min(rows, cells // columns)), columns, warps)
 
 
 def _blocks(head_dim: int) -> tuple[int, int]:
     """The columns of the tiles of a key: a power of two, and the rest or 0."""
     main = max(16, 1 << (head_dim.bit_length() - 1))
-    return main, max(16, power_of_two(head_dim - main)) if head_dim > main else 0
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
+    return main, max(16, next_power_of_2(head_dim - main)) if head_dim > main else 0
 
 
 class Triton:
@@ -251,13 +246,13 @@ class Triton:
         if values_of(call.k).stride(-1) != 1 or values_of(call.v).stride(-1) != 1:
             return "its kernels take caches whose last dimension is contiguous"
         rope = rope_of(call.k)
-        if rope is not None and (rope.stride(-1) != 1 or call.value_dim != power_of_two(call.value_dim)):
+        if rope is not None and (rope.stride(-1) != 1 or call.value_dim != next_power_of_2(call.value_dim)):
             return "its kernels take fp8_ds_mla caches of a power of two of values and a contiguous rope part"
         if call.q.shape[0] > MAX_SEQUENCES:
             return f"its kernels take up to {MAX_SEQUENCES} sequences, not {call.q.shape[0]}"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
-        if not call.q.is_cuda and not _interpreted():
+        if not call.q.is_cuda and not interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         fp8 = isinstance(call.k, Quantized) and call.k.storage in ("fp8", "fp8_ds_mla")
         if call.q.is_cuda and fp8 and torch.cuda.get_device_capability(call.q.device) < (8, 9):
@@ -384,13 +379,13 @@ class Schedule:
         shared = _is_read_once(call)
         kv_heads, group = call.kv_heads // tiles.heads, call.group * tiles.heads
         rows = group * tokens * (batch if shared else 1)
-        row_tile = min(max(_MIN_ROWS, power_of_two(rows)), tiles.rows)
-        heads = kv_heads * -(-rows // row_tile)
+        row_tile = min(max(_MIN_ROWS, next_power_of_2(rows)), tiles.rows)
+        heads = kv_heads * cdiv(rows, row_tile)
         owners = 1 if shared else batch
 
         fixed = call.splits.size is not None or call.splits.max_count == 1
         unit = min(call.splits.size or _NO_SPLIT, _NO_SPLIT) if fixed else tiles.keys
-        units = owners * -(-call.capacity // unit)
+        units = owners * cdiv(call.capacity, unit)
         partitions = max(1, min(units, count_partitions(owners, heads, tiles.resident * multiprocessors(q.device))))
         partial_rows = heads * (units if fixed else 2 * partitions) * row_tile
         parts = torch.empty(partial_rows * (call.value_dim + 1), dtype=torch.float32, device=q.device)
@@ -412,7 +407,7 @@ class Schedule:
             {
                 "TOKENS": tokens, "GROUP": group, "ROWS": row_tile, "DV": call.value_dim,
                 "BLOCK_SIZE": call.block_size if call.paged else 0, "UNIT": unit, "FIXED": fixed, "SHARED": shared,
-                "BATCH": power_of_two(batch), "EARLY": early,
+                "BATCH": next_power_of_2(batch), "EARLY": early,
             },
             (*_tensors(call, state), parts),
             call is not given,
@@ -427,7 +422,7 @@ class Schedule:
         """
         call, errors = self.call, error_record(self.call.q.device)
         merged = pick_merge_tile(self.partitions // self.owners + 2, self.rows, call.value_dim, self.fixed)
-        grid = (self.owners * self.heads, self.rows // merged.rows, -(-call.value_dim // merged.columns))
+        grid = (self.owners * self.heads, self.rows // merged.rows, cdiv(call.value_dim, merged.columns))
         tensors = (*self.given, errors, more)
         with torch.cuda.device_of(call.q):
             return Launches(
@@ -467,10 +462,10 @@ def _launch(call: DecodeCall, state: State, tiles: DecodeTiles, first_sequence: 
     return schedule.launch(
         _kernel("split"), args, first_sequence, shifts,
         **constants, KEYS=tiles.keys, D=head_dim, MAIN=main, TAIL=tail,
-        BLOCK_DV=max(16, power_of_two(call.value_dim)),
+        BLOCK_DV=max(16, next_power_of_2(call.value_dim)),
         STORAGE=storage, PAIRED=words,
         V_IN_K=v_in_k(call) and call.value_dim == main,  # narrower keys are padded rather than read
-        COMPILED=not _interpreted(), HEADS=tiles.heads,
+        COMPILED=not interpreted(), HEADS=tiles.heads,
         ALIGNED=unit % tiles.keys == 0 and (tiles.keys % max(block_size, 1) == 0 or block_size % tiles.keys == 0),
         WIDE=max(_reach(call.k), _reach(call.v)) >= 2**31, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -580,9 +575,3 @@ def _extent(x: Tensor) -> int:
 def multiprocessors(device: torch.device) -> int:
     """The multiprocessors of a GPU; 2 elsewhere, so that interpreted kernels have several partitions."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)

@@ -9,8 +9,6 @@ The merge kernel merges the splits of every head in the order of their keys. It 
 meanwhile checks for positions beyond the cache and table entries outside the pool. (The split kernel reads no such
 memory; rows with an error become NaN in the merge.)
 
-Scheduling of the decode kernels on the device: which program attends over which keys, and which keys are visible.
-
 The keys of a sequence are cut into units: tiles, or splits of a fixed size. The units of all sequences form one list,
 
     sequence 0: u0 u1 u2 u3 | sequence 1: u0 | sequence 2: u0 u1 | ...
@@ -23,24 +21,16 @@ on where partitions end.
 
 A "head" here is one tile of rows: the query heads and tokens of one kv head, or of two, that fit in a tile.
 
-Loading the keys and values of a tile: from blocks or a contiguous cache, in any storage type.
-
 Address arithmetic per key costs as much as the attention itself, so it is hoisted out of the loop where possible:
 offsets within a block repeat from tile to tile when tiles and blocks divide one another, and are 32 bits wide unless
 the pool needs more.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.dense.triton_tiles import tanh
-
-# Loading the keys and values of a tile: from blocks or a contiguous cache, in any storage type.
-
 
 # Two 16-bit words in, their lower and upper values out: four bytes become four fp16 values.
 _FP8_HALVES = tl.constexpr("""{
@@ -158,27 +148,17 @@ def key_offsets(blocks, block_offsets, strides, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(head, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns [COLUMN, COLUMN + WIDTH) of a tile of keys, [keys, WIDTH]."""
-    columns = COLUMN + tl.arange(0, WIDTH)
-    pointers = head + (offsets[:, None] + columns[None, :])
+def load_keys(head, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr = 0):
+    """Columns [COLUMN, COLUMN + WIDTH) of a tile of keys, [keys, WIDTH], or [WIDTH, keys] with AXIS 1.
+
+    (Loading and then transposing would not be pipelined.)
+    """
+    columns = tl.expand_dims(COLUMN + tl.arange(0, WIDTH), AXIS)
+    pointers = head + (tl.expand_dims(offsets, 1 - AXIS) + columns)
+    mask = tl.expand_dims(valid, 1 - AXIS)
     if COLUMN + WIDTH > D:
-        tile = tl.load(pointers, mask=valid[:, None] & (columns < D)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers, mask=valid[:, None], other=0.0)
-    return tile
-
-
-@triton.jit
-def load_transposed(head, offsets, valid, D: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of keys transposed, [WIDTH, keys]. (Loading and then transposing would not be pipelined.)"""
-    columns = tl.arange(0, WIDTH)
-    pointers = head + (offsets[None, :] + columns[:, None])
-    if WIDTH > D:
-        tile = tl.load(pointers, mask=valid[None, :] & (columns < D)[:, None], other=0.0)
-    else:
-        tile = tl.load(pointers, mask=valid[None, :], other=0.0)
-    return tile
+        mask = mask & (columns < D)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -194,25 +174,17 @@ def load_bfp_scales(
 
 
 @triton.jit
-def load_exponents(scales, offsets, valid, shifts, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The exponents of a bfp8 tile, [keys, WIDTH // 64, 4].
+def load_exponents(scales, offsets, valid, shifts, D: tl.constexpr, WIDTH: tl.constexpr, AXIS: tl.constexpr):
+    """The exponents of a bfp8 tile, [keys, WIDTH // 64, 4], or [WIDTH // 64, 4, keys] with AXIS 1.
 
     Four are read at a time: fewer bytes could not be read ahead of their use. `shifts` tell them apart. (They come from
     memory because the compiler would not convert a tile of numbers that it computes to the layout of a product.)
     """
-    words = tl.arange(0, WIDTH // 64)
-    inside = valid[:, None] & (words < D // 64)[None, :]
-    exponents = tl.load(scales + (offsets[:, None] + words[None, :]), mask=inside, other=0)
-    return (exponents[:, :, None] << shifts[None, None, :]) >> 24
-
-
-@triton.jit
-def load_exponents_transposed(scales, offsets, valid, shifts, D: tl.constexpr, WIDTH: tl.constexpr):
-    """The same, [WIDTH // 64, 4, keys]."""
-    words = tl.arange(0, WIDTH // 64)
-    inside = valid[None, :] & (words < D // 64)[:, None]
-    exponents = tl.load(scales + (offsets[None, :] + words[:, None]), mask=inside, other=0)
-    return (exponents[:, None, :] << shifts[None, :, None]) >> 24
+    words = tl.expand_dims(tl.arange(0, WIDTH // 64), AXIS)
+    inside = tl.expand_dims(valid, 1 - AXIS) & (words < D // 64)
+    exponents = tl.load(scales + (tl.expand_dims(offsets, 1 - AXIS) + words), mask=inside, other=0)
+    of_words = shifts[None, None, :] if AXIS == 0 else shifts[None, :, None]
+    return (tl.expand_dims(exponents, 2 - AXIS) << of_words) >> 24
 
 
 @triton.jit
@@ -296,9 +268,6 @@ def split_pairs(tile, PAIRS: tl.constexpr, ROWS: tl.constexpr):
 def join_pairs(even, odd, PAIRS: tl.constexpr, ROWS: tl.constexpr):
     """The inverse of `split_pairs`."""
     return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (2 * PAIRS, ROWS))
-
-
-# Scheduling of the decode kernels on the device: which program attends over which keys, and which keys are visible.
 
 
 # They change from step to step, and specialization would recompile for each kind of value.
@@ -465,8 +434,11 @@ _NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
-def finish_state(total, row_max, sink):
-    """The factor of the sums of values, and the lse in natural log, of a state in base 2 with sinks (-inf: none)."""
+def finish_state(total, row_max, sinks, row_head, attends):
+    """The factor of the sums of values, and the lse in natural log, of a state in base 2, with the sinks if any."""
+    sink = tl.full(row_max.shape, float("-inf"), tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + row_head, mask=attends, other=float("-inf")).to(tl.float32) * _LOG2_E
     new_row_max = tl.maximum(row_max, sink)
     shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale = tl.exp2(row_max - shift)
@@ -562,12 +534,7 @@ def merge_kernel(
                 denominator = denominator * acc_scale + tl.sum(weights, 1)
                 acc = acc * acc_scale[:, None] + tl.sum(weights[:, None, :] * outs, 2)
                 row_max = new_row_max
-        sink = tl.full((SOME_ROWS,), float("-inf"), tl.float32)
-        if sinks is not None:
-            sink = (
-                tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32) * _LOG2_E
-            )
-        weight, natural_lse = finish_state(denominator, row_max, sink)
+        weight, natural_lse = finish_state(denominator, row_max, sinks, row_head, is_row & (row_last >= 0))
         result = tl.where(invalid[:, None], float("nan"), acc * weight[:, None])
         natural_lse = tl.where(invalid, float("nan"), natural_lse)
         # Of a head that the split kernel has written, only invalid rows are overwritten.
@@ -717,38 +684,37 @@ def split_kernel(
             if STORAGE == "bfp8":
                 k_powers = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
             if PAIRED:
-                words = load_rows(k_head, k_offsets, valid, 0, D // 2, MAIN // 2)
+                words = load_keys(k_head, k_offsets, valid, 0, D // 2, MAIN // 2)
                 if STORAGE == "bfp8":
-                    powers = load_exponents(k_scale_head, k_powers, valid, shifts, D, MAIN)
+                    powers = load_exponents(k_scale_head, k_powers, valid, shifts, D, MAIN, 0)
                     powers = tl.broadcast_to(powers[:, :, :, None], (KEYS, MAIN // 64, 4, 8)).reshape(KEYS, MAIN // 2)
                     k_main, k_odd = unpack_bfp_pairs(words, powers, COMPILED, q_main.dtype)
                 else:
                     k_main, k_odd = unpack_pairs(words, STORAGE, COMPILED)
             else:
-                k_main = load_rows(k_head, k_offsets, valid, 0, D, MAIN)
-            if STORAGE == "bfp8" and not PAIRED:
-                steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
-                k_main = k_main.to(tl.float32) * steps
+                k_main = load_keys(k_head, k_offsets, valid, 0, D, MAIN)
+                if STORAGE == "bfp8":
+                    steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
+                    k_main = k_main.to(tl.float32) * steps
             if STORAGE == "fp8_ds_mla":
                 at_scale = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
-                k_main = k_main.to(tl.float32) * load_latent_scales(
-                    k_scale_head, k_scale_strides, at_scale, valid, KEYS, MAIN
-                )
+                steps = load_latent_scales(k_scale_head, k_scale_strides, at_scale, valid, KEYS, MAIN)
+                k_main = k_main.to(tl.float32) * steps
             k_main = k_main.to(q_main.dtype)
             if q_main.dtype == tl.float32 and MAIN > _CHAIN:
                 scores = _dot_in_parts(k_main, q_main)
             else:
                 scores = tl.dot(k_main, q_main, input_precision="ieee")
             if HEADS == 2:
-                k_second = load_rows(k_head + k_strides[2], k_offsets, valid, 0, D, MAIN)
+                k_second = load_keys(k_head + k_strides[2], k_offsets, valid, 0, D, MAIN)
                 scores = tl.where(of_second, tl.dot(k_second, q_main), scores)
             if PAIRED:
                 scores = tl.dot(k_odd, q_odd, scores)
             if TAIL > 0:
                 if STORAGE == "fp8_ds_mla":  # v is the rope part
-                    k_tail = load_rows(v_head, v_offsets, valid, 0, D - MAIN, TAIL)
+                    k_tail = load_keys(v_head, v_offsets, valid, 0, D - MAIN, TAIL)
                 else:
-                    k_tail = load_rows(k_head, k_offsets, valid, MAIN, D, TAIL)
+                    k_tail = load_keys(k_head, k_offsets, valid, MAIN, D, TAIL)
                 if STORAGE == "bfp8":
                     steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, MAIN, D, KEYS, TAIL)
                     k_tail = k_tail.to(tl.float32) * steps
@@ -793,17 +759,17 @@ def split_kernel(
                 if GAPS:
                     v_tile = tl.where(used[None, :], v_tile, 0.0)
             elif PAIRED:
-                words = load_transposed(v_head, v_offsets, used, DV // 2, BLOCK_DV // 2)
+                words = load_keys(v_head, v_offsets, used, 0, DV // 2, BLOCK_DV // 2, 1)
                 if STORAGE == "bfp8":
                     v_powers = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
-                    powers = load_exponents_transposed(v_scale_head, v_powers, used, shifts, DV, BLOCK_DV)
+                    powers = load_exponents(v_scale_head, v_powers, used, shifts, DV, BLOCK_DV, 1)
                     powers = tl.broadcast_to(powers[:, :, None, :], (BLOCK_DV // 64, 4, 8, KEYS))
                     v_tile, v_odd = unpack_bfp_pairs(words, powers.reshape(BLOCK_DV // 2, KEYS), COMPILED, q_main.dtype)
                 else:
                     v_tile, v_odd = unpack_pairs(words, STORAGE, COMPILED)
                 acc_odd = tl.dot(v_odd, weights, acc_odd * acc_scale[None, :])
             else:
-                v_tile = load_transposed(v_head, v_offsets, used, DV, BLOCK_DV)
+                v_tile = load_keys(v_head, v_offsets, used, 0, DV, BLOCK_DV, 1)
                 if STORAGE == "bfp8":
                     v_powers = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
                     steps = load_bfp_scales(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
@@ -811,7 +777,7 @@ def split_kernel(
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * acc_scale[None, :], input_precision="ieee")
             if HEADS == 2:
-                v_second = load_transposed(v_head + v_strides[2], v_offsets, used, DV, BLOCK_DV)
+                v_second = load_keys(v_head + v_strides[2], v_offsets, used, 0, DV, BLOCK_DV, 1)
                 acc_second = tl.dot(v_second, weights, acc_second * acc_scale[None, :])
             row_max = new_row_max
             # Read one tile ahead, so that no load waits for its address.
@@ -826,11 +792,7 @@ def split_kernel(
         columns = tl.arange(0, BLOCK_DV)
         writes = is_row[None, :] & (columns < DV)[:, None]
         if (unit_begin == 0) & (unit_end == units):
-            sink = tl.full((ROWS,), float("-inf"), tl.float32)
-            if sinks is not None:
-                sink = tl.load(sinks + row_head, mask=is_row & (row_last >= 0), other=float("-inf")).to(tl.float32)
-                sink *= _LOG2_E
-            weight, natural_lse = finish_state(row_sums, row_max, sink)
+            weight, natural_lse = finish_state(row_sums, row_max, sinks, row_head, is_row & (row_last >= 0))
             result = acc * weight[None, :]
             out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)

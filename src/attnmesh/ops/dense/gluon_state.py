@@ -5,9 +5,7 @@ rows. Float32 tiles pass through shared memory if they are staged: the copy engi
 the new state. Else threads load and store their own elements.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,10 +43,10 @@ def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr
     """The carry of the earlier state: (acc, total, row_max). Where total is 0, acc may be anything."""
     row_max = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
     total = gl.where(row_max == float("-inf"), 0.0, 1.0)
-    out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
-    main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    main = _load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
     if SHAPE.v_rest > 0:
-        rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
+        rest = _load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
         acc = (main, rest)
     else:
         acc = (main,)
@@ -66,16 +64,16 @@ def join_state(
     shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale, weight = gl.exp2(row_max - shift), gl.exp2(state_lse - shift)
     acc = rescale(acc, acc_scale, True)
-    out, strides = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
     if SHAPE.staged:
         main = _read_block(memory[0], INDEX, _lines(SHAPE.v_main, True))
     else:
-        main = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
+        main = _load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
     if SHAPE.v_rest > 0:
         if SHAPE.staged:
             rest = _read_block(memory[1], INDEX, _lines(SHAPE.v_rest, True))
         else:
-            rest = _load_block(out, strides, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
+            rest = _load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
         # An empty state may hold NaN.
         joined = rescale((main, rest), weight, True)
         acc = (acc[0] + joined[0], acc[1] + joined[1])
@@ -133,30 +131,21 @@ def _row_offsets(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, do
     within = gl.arange(0, _ROWS, layout=down)
     row = row_begin + within % APART
     heads = head + within // APART
-    return batch.to(gl.int64) * strides[0] + heads.to(gl.int64) * strides[1] + row.to(gl.int64) * strides[
-        2
-    ], row < sizes.q_len
+    of_head = batch.to(gl.int64) * strides[0] + heads.to(gl.int64) * strides[1]
+    return of_head + row.to(gl.int64) * strides[2], row < sizes.q_len
 
 
 @gluon.jit
 def _load_block(
-    state_out,
-    strides,
-    batch,
-    head,
-    row_begin,
-    sizes,
-    SHAPE: gl.constexpr,
-    column_begin: gl.constexpr,
-    WIDTH: gl.constexpr,
+    state, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr, WIDTH: gl.constexpr
 ):
     """A block of the output so far."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
+    offset, real = _row_offsets(state[1], batch, head, row_begin, sizes, SHAPE, down)
     column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
     mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
-    return gl.load(state_out + offset[:, None] + column[None, :], mask=mask, other=0.0)
+    return gl.load(state[0] + offset[:, None] + column[None, :], mask=mask, other=0.0)
 
 
 @gluon.jit

@@ -4,10 +4,8 @@ A work tile is a tile of query rows of one head, or of a few heads that share a 
 a work tile needs and publishes a record for each part of the mask, which the consumers read. See `gluon_forward`.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
-from typing import Any, NamedTuple
+# mypy: disable-error-code="assignment"
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,15 +19,8 @@ RECORD = 8  # integers of a record: row, head, batch, begin, inner, edge, stop; 
 _RECORD = gl.constexpr(RECORD)
 
 
-class Sizes(NamedTuple):
-    """The lengths, the query heads, the query heads of a group, the work tiles, and the head tiles of a section."""
-
-    q_len: Any
-    kv_len: Any
-    q_heads: Any
-    group: Any
-    work_tiles: Any
-    section: Any
+# The lengths, the query heads, the query heads of a group, the work tiles, and the head tiles of a section.
+Sizes = namedtuple("Sizes", "q_len kv_len q_heads group work_tiles section")
 
 
 @gluon.jit

@@ -1,7 +1,5 @@
 """Functions of Hopper's copy engine (TMA) that Gluon does not offer yet: it adds a block to global memory."""
 
-# Functions of Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -13,7 +13,7 @@ from attnmesh.core.state import State
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
 from attnmesh.ops.dense import cost
 from attnmesh.ops.dense.call import Call, Grads, Result, Scores
-from attnmesh.ops.launch import Recent
+from attnmesh.ops.launch import Recent, interpreted
 from attnmesh.ops.merge import StateAccumulator, stream_of
 from attnmesh.utils.optional import installed, require
 
@@ -35,7 +35,7 @@ class Triton:
                 return f"its kernels take head_dim 16 to 576, not {head_dim}"
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"
-        if not q.is_cuda and not _interpreted():
+        if not q.is_cuda and not interpreted():
             return "it needs a GPU (or TRITON_INTERPRET=1 set before triton is imported)"
         return None
 
@@ -56,23 +56,17 @@ class Triton:
         """Merges the attention of this call into `total`."""
         # The kernel continues the state it is given, so that partial results never round to bf16. It selects scores of
         # rows without keys away. The last call covers all rows: they are rounded, and have sinks.
-        kernel, scores = self._forward(call), call.scores
+        kernel = self._forward(call)
         for launch in _launches(call, zero_rows=False, all_rows=total.last_call):
             q, k, v = launch.inputs(call)
             if total.last_call:
-                result = kernel(
-                    q, k, v, scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=total.flush(),
-                    out_dtype=q.dtype, terms=launch.terms(scores), sinks=total.sinks,
-                )  # fmt: skip
-                total.complete(result)
+                how = launch.how(call.scores)
+                total.complete(kernel(q, k, v, state=total.flush(), out_dtype=q.dtype, sinks=total.sinks, **how))
                 continue
             state = total.flush() if launch.rows is None else total.total()
             if state is not None and launch.rows is not None:
                 state = State(state.out[:, :, launch.rows], state.lse[:, :, launch.rows])
-            new = kernel(
-                q, k, v, scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=state,
-                out_dtype=torch.float32, terms=launch.terms(scores),
-            )  # fmt: skip
+            new = kernel(q, k, v, state=state, out_dtype=torch.float32, **launch.how(call.scores))
             if state is None:
                 total.replace(new)
 
@@ -81,35 +75,28 @@ class Triton:
         launches = _launches(call, zero_rows=False, all_rows=True)
         if len(launches) != 1:
             return None
-        launch, scores = launches[0], call.scores
-        return self._forward(call)(
-            *launch.inputs(call), scale=scores.scale, causal=launch.causal, bounds=launch.bounds, state=None,
-            out_dtype=call.q.dtype, terms=launch.terms(scores), sinks=sinks,
-        )  # fmt: skip
+        inputs, how = launches[0].inputs(call), launches[0].how(call.scores)
+        return self._forward(call)(*inputs, state=None, out_dtype=call.q.dtype, sinks=sinks, **how)
 
     def gradients(self, call: Call, result: Result, needs: tuple[bool, bool, bool]) -> list[Tensor | None] | None:
         """The gradients of q, k and v in a whole call; None if that is not one launch over all rows and keys."""
         launches = _launches(call, zero_rows=True)
         if len(launches) != 1 or launches[0].rows is not None or launches[0].keys is not None:
             return None
-        launch, scores = launches[0], call.scores
+        launch = launches[0]
+        inputs, how = launch.inputs(call), launch.how(call.scores)
         has_one_part = launch.bounds is None or launch.bounds.parts == 1
         if self.name == "triton" and has_one_part and all(needs) and result.grad_lse is None and cost.is_short(call):
-            return _module("triton_backward").short_gradients(  # type: ignore[no-any-return]
-                *launch.inputs(call), result.out, result.lse, result.grad_out, scale=scores.scale,
-                causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
-            )  # fmt: skip
-        return self._gradients()(
-            *launch.inputs(call), result.grad_out, result.lse, result.delta, needs=needs, scale=scores.scale,
-            causal=launch.causal, bounds=launch.bounds, terms=launch.terms(scores),
-        )  # fmt: skip
+            short = _module("triton_backward").short_gradients
+            return short(*inputs, result.out, result.lse, result.grad_out, **how)  # type: ignore[no-any-return]
+        return self._gradients()(*inputs, result.grad_out, result.lse, result.delta, needs=needs, **how)
 
     def prepare(self, call: Call, result: Result) -> None:
         """Does nothing: its blocks do not run on two streams."""
 
     def backward(self, call: Call, result: Result, grads: Grads) -> None:
         """Adds the gradients of this call to `grads`."""
-        scores, launches = call.scores, _launches(call, zero_rows=True)
+        launches = _launches(call, zero_rows=True)
         wanted = [grad for grad in (grads.q, grads.k, grads.v) if grad is not None]
         # The only call writes its gradients in their dtype; others add to float32, or write the first part of a sum.
         if all(grad.one_call for grad in wanted):
@@ -121,22 +108,21 @@ class Triton:
             first = first and (grad is None or (grad.empty and grad.shape == x.shape))
         for launch in launches:
             kernel(
-                *launch.inputs(call), *result.of_rows(launch.rows), scale=scores.scale, causal=launch.causal,
-                bounds=launch.bounds, terms=launch.terms(scores), overwrite_keys=first,
+                *launch.inputs(call), *result.of_rows(launch.rows), **launch.how(call.scores), overwrite_keys=first,
                 grad_q=None if grads.q is None else _part(grads.q.total(), launch.rows),
                 grad_k=None if grads.k is None else _part(grads.k.total(overwritten=first), launch.keys),
                 grad_v=None if grads.v is None else _part(grads.v.total(overwritten=first), launch.keys),
             )  # fmt: skip
 
     def _backward_once(self, call: Call, result: Result, grads: Grads, launches: Sequence[_Launch]) -> None:
-        scores, kernel = call.scores, self._backward()
+        kernel = self._backward()
         every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
         for launch in launches:
             sums = {name: torch.zeros_like(x) for name, grad, x in every if grad is not None}
             parts = {f"grad_{name}": _part(x, launch.rows if name == "q" else launch.keys) for name, x in sums.items()}
             kernel(
-                *launch.inputs(call), *result.of_rows(launch.rows), scale=scores.scale, causal=launch.causal,
-                bounds=launch.bounds, terms=launch.terms(scores), **parts, overwrite=True, overwrite_keys=False,
+                *launch.inputs(call), *result.of_rows(launch.rows), **launch.how(call.scores), **parts,
+                overwrite=True, overwrite_keys=False,
             )  # fmt: skip
             for name, grad, _ in every:
                 if grad is not None:
@@ -167,12 +153,13 @@ class _Launch(NamedTuple):
             k, v = k[:, :, self.keys], v[:, :, self.keys]
         return q, k, v
 
-    def terms(self, scores: Scores) -> Any:
-        """The terms of the scores, as both kernels take them."""
+    def how(self, scores: Scores) -> dict[str, Any]:
+        """The mask and the scores, as both kernels take them."""
         tiles = _module("triton_tiles")
-        if scores.plain:
-            return tiles.PLAIN
-        return tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions)
+        terms = tiles.PLAIN
+        if not scores.plain:
+            terms = tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions)
+        return {"scale": scores.scale, "causal": self.causal, "bounds": self.bounds, "terms": terms}
 
 
 _known: Recent[tuple[Visibility, tuple[_Launch, ...]]] = Recent()
@@ -242,9 +229,3 @@ def _last(x: Tensor, rows: slice | None) -> Tensor:
 @cache
 def _module(name: str) -> Any:
     return require(f"attnmesh.ops.dense.{name}", extra="triton")
-
-
-def _interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)

@@ -10,9 +10,6 @@ With a softcap ds is also multiplied with the derivative of its tanh. `lse` and 
 so the keys may be processed in any number of parts, in any order.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import Any
 
 import torch
@@ -34,22 +31,24 @@ from attnmesh.ops.dense.triton_tiles import (
     at_head,
     at_part,
     base2_scores,
-    blocks_of,
     dot_rows,
     edge_count,
     edge_tile,
     from_origin,
-    key_phases,
+    load_block,
     load_positions,
     load_rows,
     load_tile,
     locate,
+    over_keys,
     padded,
     pick_tiles,
     row_strides,
     scale_tile,
+    score_keys,
     split_phases,
     store_rows,
+    store_tile,
     visible_keys,
     zero_tile,
 )
@@ -85,7 +84,7 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
                     result, result.stride(), length, heads,
                 ),
                 (out, grad_out, grad_lse, result),
-                D=head_dim, BLOCKS=(padded(head_dim), 0), ROWS=rows, num_warps=4,
+                D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
             )  # fmt: skip
         _known.add(key, launch)
     return result
@@ -95,27 +94,12 @@ _known: Recent[Launch] = Recent()
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    bounds: tuple[Tensor, Tensor] | Bounds | None,
-    grad_q: Tensor | None = None,
-    grad_k: Tensor | None = None,
-    grad_v: Tensor | None = None,
-    overwrite: bool = False,
-    overwrite_keys: bool = False,
-    terms: ScoreTerms = PLAIN,
-    query_tiles: DenseTiles | None = None,
-    key_tiles: DenseTiles | None = None,
-    steps_per_split: int = 256,
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, scale: float, causal: bool,
+    bounds: tuple[Tensor, Tensor] | Bounds | None, grad_q: Tensor | None = None, grad_k: Tensor | None = None,
+    grad_v: Tensor | None = None, overwrite: bool = False, overwrite_keys: bool = False, terms: ScoreTerms = PLAIN,
+    query_tiles: DenseTiles | None = None, key_tiles: DenseTiles | None = None, steps_per_split: int = 256,
     ordered: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Adds the gradients of attention to the float32 `grad_q`, `grad_k` and `grad_v`; None is not computed.
 
     With `overwrite` the gradients are written instead, to tensors of any dtype; with `overwrite_keys` the gradients of
@@ -214,13 +198,8 @@ def short_gradients(
     rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
     grads = [torch.empty_like(x) for x in (q, k, v)]
     used = q, k, v, grad_out, lse, out, visible.first, visible.end, *terms[1:]
-    key = (
-        "short",
-        signature(*(used if bounds is not None or terms is not PLAIN else used[:6])),
-        scale,
-        causal,
-        terms.softcap,
-    )
+    told = used if bounds is not None or terms is not PLAIN else used[:6]
+    key = "short", signature(*told), scale, causal, terms.softcap
     launch = _known.get(key)
     if launch is not None:
         launch(*used, rows_per_tile, *grads)
@@ -255,8 +234,7 @@ def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, 
 
 
 def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    key_dim, value_dim = q.shape[3], v.shape[3]
-    return {"D": key_dim, "K_BLOCKS": blocks_of(key_dim), "DV": value_dim, "V_BLOCKS": blocks_of(value_dim)}
+    return {"D": q.shape[3], "DV": v.shape[3]}
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
@@ -339,14 +317,14 @@ def _rows_per_key_tile_kernel(
 @triton.jit
 def _delta_kernel(
     out, out_strides, grad_out, grad_out_strides, grad_lse, grad_lse_strides, delta, delta_strides,
-    length, heads, D: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
+    length, heads, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(length, ROWS), heads)
     begin = tile * ROWS
     out_head = at_head(out, out_strides, batch, head)
     grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-    out_tile = load_tile(out_head, out_strides[2], begin, length, True, ROWS, D, BLOCKS)[0]
-    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], begin, length, True, ROWS, D, BLOCKS)[0]
+    out_tile = load_block(out_head, out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
+    grad_out_tile = load_block(grad_out_head, grad_out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
     result = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
     if grad_lse is not None:
         grad_lse_head = at_head(grad_lse, grad_lse_strides, batch, head)
@@ -357,8 +335,8 @@ def _delta_kernel(
 
 @triton.jit
 def _load_row_terms(
-    lse, lse_stride, delta, delta_stride, grad_out_tile, begin, q_len, FROM_OUT: tl.constexpr, EDGE: tl.constexpr,
-    ROWS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
+    lse, lse_stride, delta, delta_stride, grad_out_tile, begin, q_len,
+    FROM_OUT: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """The lse (base 2) and the delta of a tile of rows; (+inf, 0), so that weights are 0, for rows without keys.
 
@@ -366,9 +344,9 @@ def _load_row_terms(
     """
     row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
     if FROM_OUT:
-        out_tile = load_tile(delta, delta_stride, begin, q_len, EDGE, ROWS, DV, V_BLOCKS)
+        out_tile = load_tile(delta, delta_stride, begin, q_len, EDGE, ROWS, DV)
         row_delta = tl.sum(out_tile[0].to(tl.float32) * grad_out_tile[0].to(tl.float32), 1)
-        if V_BLOCKS[1] > 0:
+        if len(out_tile) == 2:
             row_delta += tl.sum(out_tile[1].to(tl.float32) * grad_out_tile[1].to(tl.float32), 1)
     else:
         row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
@@ -381,99 +359,68 @@ def _grad_query_kernel(
     q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
     grad_q, grad_q_strides, q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(q_len, ROWS), q_heads)
     _grad_query_tile(
-        tile, head, batch, q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-        lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
-        q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-        False, CAUSAL, PARTS, D, K_BLOCKS, DV, V_BLOCKS, OVERWRITE, ORDERED, ROWS, KEYS,
+        tile, head, group, batch, (q, k, v, grad_out, lse, delta),
+        (q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides), (first, end, bounds_strides),
+        (scale, softcap, slopes, q_positions, k_positions), grad_q, grad_q_strides, q_len, kv_len,
+        False, CAUSAL, PARTS, OVERWRITE, ORDERED, ROWS, KEYS, D, DV,
     )  # fmt: skip
 
 
 @triton.jit
 def _grad_query_tile(
-    tile, head, batch, q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end, bounds_strides, grad_q, grad_q_strides,
-    q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-    FROM_OUT: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr,
-    DV: tl.constexpr, V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    tile, head, group, batch, inputs, strides, mask, terms, grad_q, grad_q_strides, q_len, kv_len,
+    FROM_OUT: tl.constexpr, CAUSAL: tl.constexpr, PARTS: tl.constexpr, OVERWRITE: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradient of a tile of queries."""
     row_begin = (tl.cdiv(q_len, ROWS) - 1 - tile) * ROWS  # the longest tiles first, as in forward
     rows = row_begin + tl.arange(0, ROWS)
-    k_head = at_head(k, k_strides, batch, head // group)
-    v_head = at_head(v, v_strides, batch, head // group)
-    q_head = at_head(q, q_strides, batch, head)
-    grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-
-    q_tile = load_tile(q_head, q_strides[2], row_begin, q_len, True, ROWS, D, K_BLOCKS)
-    grad_out_tile = load_tile(grad_out_head, grad_out_strides[2], row_begin, q_len, True, ROWS, DV, V_BLOCKS)
+    q, k, v, grad_out, lse, delta = inputs
+    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides = strides
+    k, v = at_head(k, k_strides, batch, head // group), at_head(v, v_strides, batch, head // group)
+    q, grad_out = at_head(q, q_strides, batch, head), at_head(grad_out, grad_out_strides, batch, head)
+    q_tile = load_tile(q, q_strides[2], row_begin, q_len, True, ROWS, D)
+    grad_out_tile = load_tile(grad_out, grad_out_strides[2], row_begin, q_len, True, ROWS, DV)
+    lse, delta = at_head(lse, lse_strides, batch, head), at_head(delta, delta_strides, batch, head)
     row_lse, row_delta = _load_row_terms(
-        at_head(lse, lse_strides, batch, head), lse_strides[2],
-        at_head(delta, delta_strides, batch, head), delta_strides[2], grad_out_tile, row_begin, q_len, FROM_OUT, True,
-        ROWS, DV, V_BLOCKS,
-    )  # fmt: skip
+        lse, lse_strides[2], delta, delta_strides[2], grad_out_tile, row_begin, q_len, FROM_OUT, True, ROWS, DV
+    )
+    scale, _, slopes, q_positions, _ = terms
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
-
-    acc = zero_tile(ROWS, K_BLOCKS)
-    for part in range(PARTS):
-        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
-        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
-        begin, inner, edge, stop = key_phases(
-            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
-        )
-        if ORDERED:  # one loop, and the same code for every tile
-            inner, edge = begin, begin
-        else:
-            for key_begin in range(inner, edge, KEYS):
-                acc = _add_key_tile(
-                    acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-                    key_begin, kv_len, None, None, scale, softcap, slope, row_positions, k_positions,
-                    KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-                )  # fmt: skip
-        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
-        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            acc = _add_key_tile(
-                acc, q_tile, grad_out_tile, row_lse, row_delta, k_head, k_strides[2], v_head, v_strides[2],
-                edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
-                scale, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-            )  # fmt: skip
+    acc = over_keys(
+        _add_key_tile, zero_tile(ROWS, D), (q_tile, grad_out_tile, row_lse, row_delta),
+        (k, k_strides[2], v, v_strides[2], kv_len), terms, slope, row_positions, mask, rows, row_begin, q_len, batch,
+        CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
+    )  # fmt: skip
     grad_q_head = at_head(grad_q, grad_q_strides, batch, head)
-    acc = scale_tile(acc, scale, K_BLOCKS)
-    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, acc, OVERWRITE, ROWS, D, K_BLOCKS)
+    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, scale_tile(acc, scale), OVERWRITE, ROWS, D)
 
 
 @triton.jit
 def _add_key_tile(
-    acc, q_tile, grad_out_tile, row_lse, row_delta, k, k_stride, v, v_stride,
-    key_begin, kv_len, row_first, row_end, scale, softcap, slope, row_positions, k_positions,
-    KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
+    acc, held, keys, terms, slope, row_positions, key_begin, row_first, row_end,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Adds ds @ k of the key tile at `key_begin`; without `row_first` every row sees all of it."""
+    """Adds ds @ k of the key tile at `key_begin`: see `over_keys`."""
     MASKED: tl.constexpr = row_first is not None
-    k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
-    v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
-    left, right = None, None
-    if slope is not None:
-        origin = tl.load(k_positions + key_begin)
-        left = from_origin(row_positions, origin)
-        right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
-    products = dot_rows(q_tile, k_tile, K_BLOCKS)
-    scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+    q_tile, grad_out_tile, row_lse, row_delta = held
+    k_tile, v_tile, scores, capped = score_keys(
+        q_tile, keys, terms, slope, row_positions, key_begin, MASKED, True, KEYS, D, DV
+    )
     weights = tl.exp2(scores - row_lse[:, None])
     if MASKED:
-        keys = key_begin + tl.arange(0, KEYS)[None, :]
-        weights = tl.where((keys >= row_first[:, None]) & (keys < row_end[:, None]), weights, 0.0)
-    grad_weights = dot_rows(grad_out_tile, v_tile, V_BLOCKS)
-    grad_scores = weights * (grad_weights - row_delta[:, None])
-    if softcap is not None:
+        key = key_begin + tl.arange(0, KEYS)[None, :]
+        weights = tl.where((key >= row_first[:, None]) & (key < row_end[:, None]), weights, 0.0)
+    grad_scores = weights * (dot_rows(grad_out_tile, v_tile) - row_delta[:, None])
+    if terms[1] is not None:
         grad_scores *= 1.0 - capped * capped
-    return add_product(acc, grad_scores, k_tile, K_BLOCKS)
+    return add_product(acc, grad_scores, k_tile)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -482,9 +429,8 @@ def _grad_key_kernel(
     lse, lse_strides, delta, delta_strides, first, end, bounds_strides, rows_per_tile, turns,
     grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
-    PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, OVERWRITE: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr,
-    ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PARTS: tl.constexpr, OVERWRITE: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ORDERED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     # The first keys are visible to the most rows: in this order the longest tiles already run first.
     tile_count = tl.cdiv(kv_len, KEYS)
@@ -506,11 +452,10 @@ def _grad_key_kernel(
         if split >= split_count:
             return
     acc_k, acc_v = _grad_key_tile(
-        key_begin, kv_head, batch, of_tile, part_stride, split, split_count,
-        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-        lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
-        q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-        False, grad_k is not None, grad_v is not None, PARTS, D, K_BLOCKS, DV, V_BLOCKS, ORDERED, ROWS, KEYS,
+        key_begin, kv_head, batch, of_tile, part_stride, split, split_count, (q, k, v, grad_out, lse, delta),
+        (q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides), (first, end, bounds_strides),
+        (scale, softcap, slopes, q_positions, k_positions), q_len, kv_len, group,
+        False, grad_k is not None, grad_v is not None, PARTS, ORDERED, ROWS, KEYS, D, DV,
     )  # fmt: skip
     if SPLITS > 1:
         # Additions are in the order of the splits. A program waits only for programs that started before it.
@@ -518,10 +463,10 @@ def _grad_key_kernel(
             pass
     if grad_k is not None:
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
-        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D, K_BLOCKS)
+        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D)
     if grad_v is not None:
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV, V_BLOCKS)
+        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV)
     if SPLITS > 1:
         tl.debug_barrier()
         tl.atomic_xchg(turns + program, split + 1, sem="release")
@@ -529,50 +474,37 @@ def _grad_key_kernel(
 
 @triton.jit
 def _grad_key_tile(
-    key_begin, kv_head, batch, of_tile, part_stride, split, split_count,
-    q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, first, end, bounds_strides,
-    q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-    FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
-    K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    key_begin, kv_head, batch, of_tile, part_stride, split, split_count, inputs, strides, mask, terms,
+    q_len, kv_len, group, FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, PARTS: tl.constexpr,
+    ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values, from a split of the rows that attend to it."""
-    k_head = at_head(k, k_strides, batch, kv_head)
-    v_head = at_head(v, v_strides, batch, kv_head)
-    k_tile = load_tile(k_head, k_strides[2], key_begin, kv_len, True, KEYS, D, K_BLOCKS)
-    v_tile = load_tile(v_head, v_strides[2], key_begin, kv_len, True, KEYS, DV, V_BLOCKS)
+    q, k, v, grad_out, lse, delta = inputs
+    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides = strides
+    k, v = at_head(k, k_strides, batch, kv_head), at_head(v, v_strides, batch, kv_head)
+    k_tile = load_tile(k, k_strides[2], key_begin, kv_len, True, KEYS, D)
+    v_tile = load_tile(v, v_strides[2], key_begin, kv_len, True, KEYS, DV)
+    scale, _, slopes, _, k_positions = terms
     key_positions = None if slopes is None else load_positions(k_positions, key_begin, kv_len, KEYS)
 
-    acc_k = zero_tile(KEYS, K_BLOCKS)
-    acc_v = zero_tile(KEYS, V_BLOCKS)
+    acc_k, acc_v = zero_tile(KEYS, D), zero_tile(KEYS, DV)
     head = kv_head * group  # the first of the query heads that share these keys
-    q_head = at_head(q, q_strides, batch, head)
-    grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-    lse_head = at_head(lse, lse_strides, batch, head)
-    delta_head = at_head(delta, delta_strides, batch, head)
+    q, grad_out = at_head(q, q_strides, batch, head), at_head(grad_out, grad_out_strides, batch, head)
+    lse, delta = at_head(lse, lse_strides, batch, head), at_head(delta, delta_strides, batch, head)
     head_slopes = None if slopes is None else slopes + head
     for part in range(PARTS):
-        part_first, part_end = at_part(first, bounds_strides, part, batch), at_part(end, bounds_strides, part, batch)
+        first, end = at_part(mask[0], mask[2], part, batch), at_part(mask[1], mask[2], part, batch)
         # Keys beyond the last need no mask: each has its own row of the gradients, which is not stored.
         begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
         if ORDERED:
             inner, edge = begin, begin  # every tile is masked, in one loop
-        acc_k, acc_v = _sum_over_rows(
-            acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
-            lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
-            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, FROM_OUT, NEEDS_K, NEEDS_V, False,
-            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-        )  # fmt: skip
-        acc_k, acc_v = _sum_over_rows(
-            acc_k, acc_v, k_tile, v_tile, q_head, q_strides, grad_out_head, grad_out_strides,
-            lse_head, lse_strides, delta_head, delta_strides, begin, inner, edge, stop, part_first, part_end,
-            key_begin, q_len, kv_len, group, split, split_count, scale, softcap,
-            head_slopes, q_positions, key_positions, FROM_OUT, NEEDS_K, NEEDS_V, True,
-            ROWS, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-        )  # fmt: skip
-    return scale_tile(acc_k, scale, K_BLOCKS), acc_v
+        for masked in tl.static_range(2):
+            acc_k, acc_v = _sum_over_rows(
+                acc_k, acc_v, k_tile, v_tile, (q, grad_out, lse, delta), strides,
+                (begin, inner, edge, stop), first, end, key_begin, q_len, group, split, split_count,
+                terms, head_slopes, key_positions, FROM_OUT, NEEDS_K, NEEDS_V, masked == 1, ROWS, KEYS, D, DV,
+            )  # fmt: skip
+    return scale_tile(acc_k, scale), acc_v
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -581,36 +513,34 @@ def _short_kernel(
     lse, lse_strides, out, out_strides, first, end, bounds_strides, rows_per_tile,
     grad_q, grad_q_strides, grad_k, grad_k_strides, grad_v, grad_v_strides,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
-    D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """The programs of one sequence have its tiles of queries first, then its tiles of keys."""
     query_tiles, key_tiles, kv_heads = tl.cdiv(q_len, ROWS), tl.cdiv(kv_len, KEYS), q_heads // group
     per_sequence = query_tiles * q_heads + key_tiles * kv_heads
     batch, program = tl.program_id(0) // per_sequence, tl.program_id(0) % per_sequence
+    inputs = (q, k, v, grad_out, lse, out)
+    strides = (q_strides, k_strides, v_strides, grad_out_strides, lse_strides, out_strides)
+    mask = (first, end, bounds_strides)
     if program < query_tiles * q_heads:
         _grad_query_tile(
-            program % query_tiles, program // query_tiles, batch,
-            q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-            lse, lse_strides, out, out_strides, first, end, bounds_strides, grad_q, grad_q_strides,
-            q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-            True, False, 1, D, K_BLOCKS, DV, V_BLOCKS, True, False, ROWS, KEYS,
+            program % query_tiles, program // query_tiles, group, batch, inputs, strides, mask,
+            (scale, softcap, slopes, q_positions, k_positions), grad_q, grad_q_strides, q_len, kv_len,
+            True, False, 1, True, False, ROWS, KEYS, D, DV,
         )  # fmt: skip
     else:
         program -= query_tiles * q_heads
         tile, kv_head = program % key_tiles, program // key_tiles
         of_tile = rows_per_tile + ((batch if bounds_strides[1] != 0 else 0) * key_tiles + tile) * 4
         acc_k, acc_v = _grad_key_tile(
-            tile * KEYS, kv_head, batch, of_tile, 0, 0, 1,
-            q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides,
-            lse, lse_strides, out, out_strides, first, end, bounds_strides,
-            q_len, kv_len, group, scale, softcap, slopes, q_positions, k_positions,
-            True, True, True, 1, D, K_BLOCKS, DV, V_BLOCKS, False, ROWS, KEYS,
+            tile * KEYS, kv_head, batch, of_tile, 0, 0, 1, inputs, strides, mask,
+            (scale, softcap, slopes, q_positions, k_positions), q_len, kv_len, group,
+            True, True, True, 1, False, ROWS, KEYS, D, DV,
         )  # fmt: skip
         grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
         grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        add_to_tile(grad_k_head, grad_k_strides[2], tile * KEYS, kv_len, acc_k, True, KEYS, D, K_BLOCKS)
-        add_to_tile(grad_v_head, grad_v_strides[2], tile * KEYS, kv_len, acc_v, True, KEYS, DV, V_BLOCKS)
+        store_tile(grad_k_head, grad_k_strides[2], tile * KEYS, kv_len, acc_k, KEYS, D)
+        store_tile(grad_v_head, grad_v_strides[2], tile * KEYS, kv_len, acc_v, KEYS, DV)
 
 
 @triton.jit
@@ -621,12 +551,9 @@ def _row_phases(of_tile, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_over_rows(
-    acc_k, acc_v, k_tile, v_tile, q, q_strides, grad_out, grad_out_strides,
-    lse, lse_strides, delta, delta_strides, begin, inner, edge, stop, first, end,
-    key_begin, q_len, kv_len, group, split, split_count, scale, softcap, slopes, q_positions, key_positions,
-    FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr, MASKED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr,
+    acc_k, acc_v, k_tile, v_tile, inputs, strides, phases, first, end, key_begin, q_len, group, split, split_count,
+    terms, slopes, key_positions, FROM_OUT: tl.constexpr, NEEDS_K: tl.constexpr, NEEDS_V: tl.constexpr,
+    MASKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Adds ds^T @ q and p^T @ grad_out, in every query head of the group.
 
@@ -635,24 +562,23 @@ def _sum_over_rows(
     the sum over the group stays in registers. Scores are computed transposed, [keys, rows], which makes them the left
     operand of both products without a transposition.
     """
+    q, grad_out, lse, delta = inputs
+    q_strides, _, _, grad_out_strides, lse_strides, delta_strides = strides
+    begin, inner, edge, stop = phases
+    scale, softcap, _, q_positions, _ = terms
     tile_count = edge_count(begin, inner, edge, stop, ROWS) if MASKED else tl.cdiv(edge - inner, ROWS)
     steps = tile_count * group
     for step in range(steps * split // split_count, steps * (split + 1) // split_count):
         member = step // tile_count
         index = step % tile_count
         row_begin = edge_tile(index, begin, inner, edge, ROWS) if MASKED else inner + index * ROWS
-        q_tile = load_tile(
-            q + tl.cast(member, tl.int64) * q_strides[1], q_strides[2],
-            row_begin, q_len, MASKED, ROWS, D, K_BLOCKS,
-        )  # fmt: skip
-        grad_out_tile = load_tile(
-            grad_out + tl.cast(member, tl.int64) * grad_out_strides[1], grad_out_strides[2],
-            row_begin, q_len, MASKED, ROWS, DV, V_BLOCKS,
-        )  # fmt: skip
+        far = tl.cast(member, tl.int64)
+        q_tile = load_tile(q + far * q_strides[1], q_strides[2], row_begin, q_len, MASKED, ROWS, D)
+        grad_out_rows = grad_out + far * grad_out_strides[1]
+        grad_out_tile = load_tile(grad_out_rows, grad_out_strides[2], row_begin, q_len, MASKED, ROWS, DV)
         row_lse, row_delta = _load_row_terms(
-            lse + tl.cast(member, tl.int64) * lse_strides[1], lse_strides[2],
-            delta + tl.cast(member, tl.int64) * delta_strides[1], delta_strides[2],
-            grad_out_tile, row_begin, q_len, FROM_OUT, MASKED, ROWS, DV, V_BLOCKS,
+            lse + far * lse_strides[1], lse_strides[2], delta + far * delta_strides[1], delta_strides[2],
+            grad_out_tile, row_begin, q_len, FROM_OUT, MASKED, ROWS, DV,
         )  # fmt: skip
         slope, left, right = None, None, None
         if slopes is not None:
@@ -660,7 +586,7 @@ def _sum_over_rows(
             origin = tl.load(q_positions + row_begin)
             left = from_origin(key_positions, origin)
             right = from_origin(load_positions(q_positions, row_begin, q_len, ROWS), origin)
-        products = dot_rows(k_tile, q_tile, K_BLOCKS)
+        products = dot_rows(k_tile, q_tile)
         scores, capped = base2_scores(products, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
         weights = tl.exp2(scores - row_lse[None, :])
         if MASKED:  # rows beyond the last have weights of 0
@@ -670,11 +596,10 @@ def _sum_over_rows(
             keys = key_begin + tl.arange(0, KEYS)[:, None]
             weights = tl.where((keys >= row_first) & (keys < row_end), weights, 0.0)
         if NEEDS_V:
-            acc_v = add_product(acc_v, weights, grad_out_tile, V_BLOCKS)
+            acc_v = add_product(acc_v, weights, grad_out_tile)
         if NEEDS_K:
-            grad_weights = dot_rows(v_tile, grad_out_tile, V_BLOCKS)
-            grad_scores = weights * (grad_weights - row_delta[None, :])
+            grad_scores = weights * (dot_rows(v_tile, grad_out_tile) - row_delta[None, :])
             if softcap is not None:
                 grad_scores *= 1.0 - capped * capped
-            acc_k = add_product(acc_k, grad_scores, q_tile, K_BLOCKS)
+            acc_k = add_product(acc_k, grad_scores, q_tile)
     return acc_k, acc_v

@@ -4,9 +4,6 @@ The kernel continues its online softmax from the state it is given, so that a pa
 first step of a ring to the last, and no merge kernel runs in between.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 import torch
 import triton
 import triton.language as tl
@@ -24,27 +21,20 @@ from attnmesh.ops.dense.triton_tiles import (
     ScoreTerms,
     add_product,
     at_head,
-    at_part,
-    base2_scores,
-    blocks_of,
-    dot_rows,
-    edge_count,
-    edge_tile,
-    from_origin,
-    key_phases,
     load_positions,
     load_rows,
     load_tile,
     locate,
     lowest_of,
+    over_keys,
     pick_tiles,
     row_exponents,
     row_strides,
     scale_tile,
+    score_keys,
     select_rows,
     store_rows,
     store_tile,
-    visible_keys,
     zero_tile,
 )
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
@@ -54,20 +44,10 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    bounds: tuple[Tensor, Tensor] | Bounds | None,
-    state: State | None,
-    out_dtype: torch.dtype,
-    terms: ScoreTerms = PLAIN,
-    sinks: Tensor | None = None,
-    tiles: DenseTiles | None = None,
-    ordered: bool = False,
-) -> State:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | Bounds | None,
+    state: State | None, out_dtype: torch.dtype, terms: ScoreTerms = PLAIN, sinks: Tensor | None = None,
+    tiles: DenseTiles | None = None, ordered: bool = False,
+) -> State:  # fmt: skip
     """Attention of q [B, Hq, Sq, D] over k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv], merged with `state`.
 
     Row i attends to all keys, or to keys j <= i if `causal` (Sq == Sk), or, with `bounds = (first, end)`, to the keys
@@ -127,8 +107,7 @@ def _first_launch(
             sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, *terms,
         ),
         (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:], *result),
-        CAUSAL=causal, PARTS=visible.parts, D=key_dim, K_BLOCKS=blocks_of(key_dim), DV=value_dim,
-        V_BLOCKS=blocks_of(value_dim), ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys,
+        CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=key_dim, DV=value_dim,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -139,8 +118,8 @@ def _forward_kernel(
     state_out, state_out_strides, state_lse, state_lse_strides,
     out, out_strides, lse, lse_strides, sinks,
     q_len, kv_len, q_heads, group, scale, softcap, slopes, q_positions, k_positions,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr,
-    V_BLOCKS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     tile_count = tl.cdiv(q_len, ROWS)
     tile, head, batch = locate(tile_count, q_heads)
@@ -148,7 +127,7 @@ def _forward_kernel(
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
-    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D, K_BLOCKS)
+    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D)
     k_head = at_head(k, k_strides, batch, head // group)
     v_head = at_head(v, v_strides, batch, head // group)
     slope = None if slopes is None else tl.load(slopes + head)
@@ -157,7 +136,7 @@ def _forward_kernel(
     # The carry: `acc / total` is the output so far, `raw_max * factor + log2(total)` its log-sum-exp in base 2.
     factor = scale * _LOG2_E if softcap is None and slopes is None else tl.full((), 1.0, tl.float32)
     lowest = lowest_of(factor)
-    acc = zero_tile(ROWS, V_BLOCKS)
+    acc = zero_tile(ROWS, DV)
     total = tl.zeros((ROWS,), tl.float32)
     raw_max = total + lowest
     if state_out is not None:
@@ -166,76 +145,48 @@ def _forward_kernel(
         some = row_max != float("-inf")
         total = some.to(tl.float32)
         # The `out` of an empty state does not count: it may hold anything.
-        acc = load_tile(
-            at_head(state_out, state_out_strides, batch, head), state_out_strides[2], row_begin, q_len, True,
-            ROWS, DV, V_BLOCKS,
-        )  # fmt: skip
-        acc = select_rows(acc, some, V_BLOCKS)
+        state_out_head = at_head(state_out, state_out_strides, batch, head)
+        acc = select_rows(load_tile(state_out_head, state_out_strides[2], row_begin, q_len, True, ROWS, DV), some)
         raw_max = tl.where(some, row_max / factor, lowest)
 
-    for part in range(PARTS):
-        part_first = None if first is None else at_part(first, bounds_strides, part, batch)
-        part_end = None if first is None else at_part(end, bounds_strides, part, batch)
-        begin, inner, edge, stop = key_phases(
-            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
-        )
-        if ORDERED:  # one loop, and the same code for every tile
-            inner, edge = begin, begin
-        else:
-            for key_begin in range(inner, edge, KEYS):
-                acc, total, raw_max = _attend(
-                    acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2], key_begin, kv_len,
-                    None, None, scale, factor, softcap, slope, row_positions, k_positions,
-                    KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-                )  # fmt: skip
-        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
-        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            acc, total, raw_max = _attend(
-                acc, total, raw_max, q_tile, k_head, k_strides[2], v_head, v_strides[2],
-                edge_tile(index, begin, inner, edge, KEYS), kv_len, row_first, row_end,
-                scale, factor, softcap, slope, row_positions, k_positions, KEYS, D, K_BLOCKS, DV, V_BLOCKS,
-            )  # fmt: skip
-
+    acc, total, raw_max = over_keys(
+        _attend, (acc, total, raw_max), (q_tile, factor), (k_head, k_strides[2], v_head, v_strides[2], kv_len),
+        (scale, softcap, slopes, q_positions, k_positions), slope, row_positions, (first, end, bounds_strides),
+        rows, row_begin, q_len, batch, CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
+    )  # fmt: skip
     row_max = tl.where(raw_max > lowest, raw_max * factor, float("-inf"))
     if sinks is not None:
         total, row_max, acc_scale = _with_sink(total, row_max, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
-        acc = scale_tile(acc, acc_scale[:, None], V_BLOCKS)
+        acc = scale_tile(acc, acc_scale[:, None])
     # A row without keys has total 0 and row_max -inf: out 0 / 1, lse -inf + -inf.
-    result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None], V_BLOCKS)
-    store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV, V_BLOCKS)
+    result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None])
+    store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV)
     lse_head = at_head(lse, lse_strides, batch, head)
     store_rows(lse_head, lse_strides[2], row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
 
 
 @triton.jit
 def _attend(
-    acc, total, raw_max, q_tile, k, k_stride, v, v_stride, key_begin, kv_len, row_first, row_end,
-    scale, factor, softcap, slope, row_positions, k_positions,
-    KEYS: tl.constexpr, D: tl.constexpr, K_BLOCKS: tl.constexpr, DV: tl.constexpr, V_BLOCKS: tl.constexpr,
+    carry, held, keys, terms, slope, row_positions, key_begin, row_first, row_end,
+    KEYS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax, over the key tile at `key_begin`; without `row_first` rows see all of it."""
+    """One step of the online softmax, over the key tile at `key_begin`: see `over_keys`."""
     MASKED: tl.constexpr = row_first is not None
-    k_tile = load_tile(k, k_stride, key_begin, kv_len, MASKED, KEYS, D, K_BLOCKS)
-    v_tile = load_tile(v, v_stride, key_begin, kv_len, MASKED, KEYS, DV, V_BLOCKS)
-    left, right = None, None
-    if slope is not None:
-        origin = tl.load(k_positions + key_begin)
-        left = from_origin(row_positions, origin)
-        right = from_origin(load_positions(k_positions, key_begin, kv_len, KEYS), origin)
-    scores = dot_rows(q_tile, k_tile, K_BLOCKS)
-    if softcap is not None or slope is not None:
-        scores, _ = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+    acc, total, raw_max = carry
+    q_tile, factor = held
+    _, v_tile, scores, _ = score_keys(
+        q_tile, keys, terms, slope, row_positions, key_begin, MASKED, False, KEYS, D, DV
+    )  # fmt: skip
     if MASKED:
-        keys = key_begin + tl.arange(0, KEYS)[None, :]
-        visible = (keys >= row_first[:, None]) & (keys < row_end[:, None])
-        scores = tl.where(visible, scores, float("-inf"))
+        key = key_begin + tl.arange(0, KEYS)[None, :]
+        scores = tl.where((key >= row_first[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
     new_raw_max = tl.maximum(raw_max, tl.max(scores, 1))
     factors, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
     # The scale is part of the multiply-add in the exponent instead of a separate pass.
     weights = tl.exp2(scores * factors[:, None] - shift[:, None])
     acc_scale = tl.exp2(exponent)
     total = total * acc_scale + tl.sum(weights, 1)
-    acc = add_product(scale_tile(acc, acc_scale[:, None], V_BLOCKS), weights, v_tile, V_BLOCKS)
+    acc = add_product(scale_tile(acc, acc_scale[:, None]), weights, v_tile)
     return acc, total, new_raw_max
 
 

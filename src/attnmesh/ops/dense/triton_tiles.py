@@ -19,9 +19,7 @@ A width that is not a power of two is held as two blocks, the largest power of t
 the next power of two: 192 = 128 + 64, 576 = 512 + 64. Tiles are tuples of one or two blocks.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -54,45 +52,23 @@ class DenseTiles(NamedTuple):
 # devices with less shared memory. float32 runs without tensor cores (tf32 would not be float32): a thread then keeps
 # whole rows of both operands of a product in registers, which requires small tiles.
 WIDTHS = (64, 128, 192, 256, 576)
-FORWARD_TILES = {
-    (64, 2): DenseTiles(128, 64, 4, 3),
-    (128, 2): DenseTiles(128, 64, 8, 3),
-    (192, 2): DenseTiles(128, 64, 8, 3),
-    (256, 2): DenseTiles(128, 64, 8, 2),
-    (576, 2): DenseTiles(64, 32, 8, 2),
-    (64, 4): DenseTiles(64, 32, 8, 2),
-    (128, 4): DenseTiles(16, 32, 8, 2),
-    (192, 4): DenseTiles(16, 16, 8, 2),
-    (256, 4): DenseTiles(16, 16, 8, 2),
-    (576, 4): DenseTiles(16, 16, 8, 1),
+# Of the forward, of the gradient of queries, and of the gradients of keys and of values, which take a launch each at
+# width 256: one tile of both would not fit in registers.
+_TILES = {
+    (64, 2): (DenseTiles(128, 64, 4, 3), DenseTiles(128, 64, 4, 3), DenseTiles(64, 128, 8, 3)),
+    (128, 2): (DenseTiles(128, 64, 8, 3), DenseTiles(128, 64, 8, 3), DenseTiles(64, 128, 8, 3)),
+    (192, 2): (DenseTiles(128, 64, 8, 3), DenseTiles(128, 64, 8, 2), DenseTiles(32, 128, 8, 2)),
+    (256, 2): (DenseTiles(128, 64, 8, 2), DenseTiles(128, 32, 8, 2), DenseTiles(32, 128, 8, 2)),
+    (576, 2): (DenseTiles(64, 32, 8, 2), DenseTiles(32, 32, 8, 1), DenseTiles(32, 16, 8, 1)),
+    (64, 4): (DenseTiles(64, 32, 8, 2), DenseTiles(32, 32, 8, 1), DenseTiles(32, 32, 8, 1)),
+    (128, 4): (DenseTiles(16, 32, 8, 2), DenseTiles(32, 32, 8, 2), DenseTiles(16, 32, 8, 2)),
+    (192, 4): (DenseTiles(16, 16, 8, 2), DenseTiles(32, 16, 8, 1), DenseTiles(16, 16, 8, 1)),
+    (256, 4): (DenseTiles(16, 16, 8, 2), DenseTiles(32, 16, 8, 2), DenseTiles(16, 16, 8, 1)),
+    (576, 4): (DenseTiles(16, 16, 8, 1), DenseTiles(16, 16, 8, 1), DenseTiles(16, 16, 8, 1)),
 }
+FORWARD_TILES, GRAD_QUERY_TILES, GRAD_KEY_TILES = ({at: tiles[i] for at, tiles in _TILES.items()} for i in range(3))
 # With bounds, fewer rows per program mask fewer pairs in vain, and a second program runs while one waits.
 BOUNDED_FORWARD_TILES = FORWARD_TILES | {(64, 2): DenseTiles(64, 64, 4, 3), (128, 2): DenseTiles(64, 64, 4, 3)}
-GRAD_QUERY_TILES = {
-    (64, 2): DenseTiles(128, 64, 4, 3),
-    (128, 2): DenseTiles(128, 64, 8, 3),
-    (192, 2): DenseTiles(128, 64, 8, 2),
-    (256, 2): DenseTiles(128, 32, 8, 2),
-    (576, 2): DenseTiles(32, 32, 8, 1),
-    (64, 4): DenseTiles(32, 32, 8, 1),
-    (128, 4): DenseTiles(32, 32, 8, 2),
-    (192, 4): DenseTiles(32, 16, 8, 1),
-    (256, 4): DenseTiles(32, 16, 8, 2),
-    (576, 4): DenseTiles(16, 16, 8, 1),
-}
-# At width 256 the gradients of keys and of values take a launch each: one tile of both would not fit in registers.
-GRAD_KEY_TILES = {
-    (64, 2): DenseTiles(64, 128, 8, 3),
-    (128, 2): DenseTiles(64, 128, 8, 3),
-    (192, 2): DenseTiles(32, 128, 8, 2),
-    (256, 2): DenseTiles(32, 128, 8, 2),
-    (576, 2): DenseTiles(32, 16, 8, 1),
-    (64, 4): DenseTiles(32, 32, 8, 1),
-    (128, 4): DenseTiles(16, 32, 8, 2),
-    (192, 4): DenseTiles(16, 16, 8, 1),
-    (256, 4): DenseTiles(16, 16, 8, 1),
-    (576, 4): DenseTiles(16, 16, 8, 1),
-}
 # Instead of the backward's 16-bit tiles of width 192, which exceed Blackwell's memory, by the tensors that are held.
 TENSOR_MEMORY_TILES: dict[tuple[str, ...], DenseTiles] = {
     ("q", "grad_out"): DenseTiles(128, 32, 8, 2),
@@ -108,12 +84,15 @@ def padded(head_dim: int) -> int:
 
 def blocks_of(width: int) -> tuple[int, int]:
     """The blocks of a tile that holds `width` columns: a power of two and the rest, or the next power of two and 0."""
-    whole = padded(width)
+    whole = triton.next_power_of_2(width)
     if whole == width or width < 32:
         return max(16, whole), 0
     main = whole // 2
-    rest = max(16, padded(width - main))
+    rest = max(16, triton.next_power_of_2(width - main))
     return (main, rest) if main + rest < whole else (whole, 0)
+
+
+_blocks_of = triton.constexpr_function(blocks_of)
 
 
 def pick_tiles(
@@ -250,23 +229,20 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def load_tile(
-    base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr
-):
+def load_tile(base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, rows from `limit` on read as zero."""
-    main = _load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
+    BLOCKS: tl.constexpr = _blocks_of(D)
+    main = load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
     if BLOCKS[1] > 0:
-        rest = _load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
-        result = main, rest
-    else:
-        result = (main,)
-    return result
+        rest = load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
+    return (main, rest) if BLOCKS[1] > 0 else (main,)
 
 
 @triton.jit
-def _load_block(
+def load_block(
     base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
+    """The first D columns of such rows, as one block of BLOCK_D columns."""
     pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
     if EDGE:
         block = tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
@@ -278,8 +254,9 @@ def _load_block(
 
 
 @triton.jit
-def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr):
+def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr):
     """The inverse of `load_tile`, in the dtype of `base`."""
+    BLOCKS: tl.constexpr = _blocks_of(D)
     mask = tile_mask(begin, limit, ROWS, D, BLOCKS[0])
     tl.store(tile_pointers(base, stride, begin, ROWS, BLOCKS[0]), tile[0].to(base.dtype.element_ty), mask=mask)
     if BLOCKS[1] > 0:
@@ -289,69 +266,52 @@ def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.const
 
 
 @triton.jit
-def add_to_tile(
-    base, stride, begin, limit, tile, OVERWRITE: tl.constexpr,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+def add_to_tile(base, stride, begin, limit, tile, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Adds a tile to rows [begin, begin + ROWS) of one head, or overwrites them. No other program writes them."""
     if not OVERWRITE:
-        old = load_tile(base, stride, begin, limit, True, ROWS, D, BLOCKS)
-        tile = (old[0] + tile[0], old[1] + tile[1]) if BLOCKS[1] > 0 else (old[0] + tile[0],)
-    store_tile(base, stride, begin, limit, tile, ROWS, D, BLOCKS)
+        old = load_tile(base, stride, begin, limit, True, ROWS, D)
+        tile = (old[0] + tile[0], old[1] + tile[1]) if len(tile) == 2 else (old[0] + tile[0],)
+    store_tile(base, stride, begin, limit, tile, ROWS, D)
 
 
 @triton.jit
-def zero_tile(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+def zero_tile(ROWS: tl.constexpr, D: tl.constexpr):
     """A float32 tile of zeros."""
+    BLOCKS: tl.constexpr = _blocks_of(D)
     MAIN: tl.constexpr = BLOCKS[0]
     REST: tl.constexpr = BLOCKS[1]
-    if REST > 0:
-        result = tl.zeros((ROWS, MAIN), tl.float32), tl.zeros((ROWS, REST), tl.float32)
-    else:
-        result = (tl.zeros((ROWS, MAIN), tl.float32),)
-    return result
+    main = tl.zeros((ROWS, MAIN), tl.float32)
+    return (main, tl.zeros((ROWS, REST), tl.float32)) if REST > 0 else (main,)
 
 
 @triton.jit
-def dot_rows(a, b, BLOCKS: tl.constexpr):
+def dot_rows(a, b):
     """The products of the rows of two tiles, a @ b^T."""
     result = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
-    if BLOCKS[1] > 0:
+    if len(a) == 2:
         result = tl.dot(a[1], tl.trans(b[1]), result, input_precision="ieee")
     return result
 
 
 @triton.jit
-def add_product(acc, weights, tile, BLOCKS: tl.constexpr):
+def add_product(acc, weights, tile):
     """acc + weights @ tile."""
     weights = weights.to(tile[0].dtype)
     main = tl.dot(weights, tile[0], acc[0], input_precision="ieee")
-    if BLOCKS[1] > 0:
-        result = main, tl.dot(weights, tile[1], acc[1], input_precision="ieee")
-    else:
-        result = (main,)
-    return result
+    return (main, tl.dot(weights, tile[1], acc[1], input_precision="ieee")) if len(tile) == 2 else (main,)
 
 
 @triton.jit
-def select_rows(tile, condition, BLOCKS: tl.constexpr):
+def select_rows(tile, condition):
     """The rows of the tile where the condition holds, zeros elsewhere."""
     main = tl.where(condition[:, None], tile[0], 0.0)
-    if BLOCKS[1] > 0:
-        result = main, tl.where(condition[:, None], tile[1], 0.0)
-    else:
-        result = (main,)
-    return result
+    return (main, tl.where(condition[:, None], tile[1], 0.0)) if len(tile) == 2 else (main,)
 
 
 @triton.jit
-def scale_tile(tile, factor, BLOCKS: tl.constexpr):
+def scale_tile(tile, factor):
     """The tile times a factor, which may be a column."""
-    if BLOCKS[1] > 0:
-        result = tile[0] * factor, tile[1] * factor
-    else:
-        result = (tile[0] * factor,)
-    return result
+    return (tile[0] * factor, tile[1] * factor) if len(tile) == 2 else (tile[0] * factor,)
 
 
 @triton.jit
@@ -450,6 +410,66 @@ def visible_keys(first, end, rows, row_count, key_count, CAUSAL: tl.constexpr):
         row_first = tl.zeros_like(rows)
         row_end = tl.where(real, key_count, 0)
     return row_first, row_end
+
+
+@triton.jit
+def over_keys(
+    STEP: tl.constexpr, carry, held, keys, terms, slope, row_positions, mask, rows, row_begin, q_len, batch,
+    CAUSAL: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """What STEP makes of `carry`, tile by tile of the keys that a tile of rows attends to.
+
+    STEP gets what is `held`, the arguments of `score_keys`, and the first and the end of each row's keys, or None where
+    all rows attend to all of the tile. `mask` has the bounds and their strides.
+    """
+    first, end, strides = mask
+    kv_len = keys[4]
+    for part in range(PARTS):
+        part_first = None if first is None else at_part(first, strides, part, batch)
+        part_end = None if first is None else at_part(end, strides, part, batch)
+        begin, inner, edge, stop = key_phases(
+            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
+        )
+        if ORDERED:  # one loop, and the same code for every tile
+            inner, edge = begin, begin
+        else:
+            for key_begin in range(inner, edge, KEYS):
+                carry = STEP(
+                    carry, held, keys, terms, slope, row_positions, key_begin, None, None, KEYS, D, DV
+                )  # fmt: skip
+        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
+        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
+            key_begin = edge_tile(index, begin, inner, edge, KEYS)
+            carry = STEP(
+                carry, held, keys, terms, slope, row_positions, key_begin, row_first, row_end, KEYS, D, DV
+            )  # fmt: skip
+    return carry
+
+
+@triton.jit
+def score_keys(
+    q_tile, keys, terms, slope, row_positions, begin, EDGE: tl.constexpr, BASE2: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys and of values, and `base2_scores` of the keys; if not BASE2, products to which nothing is added.
+
+    `keys` are the keys and values of a head, their strides and their number.
+    """
+    scale, softcap, _, _, k_positions = terms
+    k, k_stride, v, v_stride, kv_len = keys
+    k_tile = load_tile(k, k_stride, begin, kv_len, EDGE, KEYS, D)
+    v_tile = load_tile(v, v_stride, begin, kv_len, EDGE, KEYS, DV)
+    left, right = None, None
+    if slope is not None:
+        origin = tl.load(k_positions + begin)
+        left = from_origin(row_positions, origin)
+        right = from_origin(load_positions(k_positions, begin, kv_len, KEYS), origin)
+    scores = dot_rows(q_tile, k_tile)
+    capped = scores
+    if BASE2 or (softcap is not None or slope is not None):
+        scores, capped = base2_scores(scores, scale, softcap, slope, left, right, k_tile[0].dtype == tl.float32)
+    return k_tile, v_tile, scores, capped
 
 
 @triton.jit

@@ -7,7 +7,6 @@ gradients of all inputs, in parallel over chunks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attnmesh.core.segment import Segment
-from attnmesh.ops.launch import Launch, Recent, cdiv, repeat
+from attnmesh.ops.launch import Launch, Recent, cdiv, interpreted, repeat
 from attnmesh.ops.recurrent.layer import Chunks
 from attnmesh.utils.optional import installed
 
@@ -68,7 +67,7 @@ def why_no_kernels(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> s
     """Why the kernels do not serve a layer with these inputs; None if they do."""
     if not installed("triton"):
         return "Triton is not installed"
-    if not (q.is_cuda or q.is_meta) and not _interpreted():  # plans are made with tensors that have no data
+    if not (q.is_cuda or q.is_meta) and not interpreted():  # plans are made with tensors that have no data
         return f"kernels need a GPU, and q is on {q.device}"
     if len({x.dtype for x in (q, k, v)}) > 1 or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"queries, keys and values must be all float16, bfloat16 or float32, not {q.dtype}, {k.dtype}, {v.dtype}"
@@ -78,17 +77,10 @@ def why_no_kernels(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> s
         return f"states have at most {KEY_DIM} rows in registers, and key_dim is {q.shape[-1]}"
     if 0 in q.shape or 0 in v.shape:
         return "a dimension is 0"
-    if not _interpreted() and (q.dtype == torch.float16 or q.shape[-1] != KEY_DIM or v.shape[-1] not in _VALUE_DIMS):
+    if not interpreted() and (q.dtype == torch.float16 or q.shape[-1] != KEY_DIM or v.shape[-1] not in _VALUE_DIMS):
         served = f"bfloat16 and float32 with key_dim {KEY_DIM} and value_dim {' or '.join(map(str, _VALUE_DIMS))}"
         return f"on GPUs only {served} are tested, not {q.dtype} with {q.shape[-1]} and {v.shape[-1]}"
     return None
-
-
-@functools.cache
-def _interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 class _Prepared(NamedTuple):

@@ -32,9 +32,7 @@ Transposed, the state is the left factor of its products: tensor cores read it f
 so that no step waits for shared memory to pass on the result of the step before.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 import triton
 import triton.language as tl
 
@@ -80,9 +78,8 @@ def block_pointers(base, number, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _per_position(base, strides, batch, head, begin, length, C: tl.constexpr):
     """One number per position, float32; 0 from `length` on."""
     rows = begin + tl.arange(0, C)
-    return tl.load(at_head(base, strides, batch, head) + rows * strides[2], mask=rows < length, other=0.0).to(
-        tl.float32
-    )
+    values = tl.load(at_head(base, strides, batch, head) + rows * strides[2], mask=rows < length, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -121,34 +118,21 @@ def _sums(logs):
 
 
 @triton.jit
-def _decays_between(logs, C: tl.constexpr, EXACT: tl.constexpr):
-    """[i, j]: the decay from position j to position i; 0 for j > i."""
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    if EXACT:
-        between = tl.cumsum(tl.where(row > column, logs[:, None], 0.0), 0)
-        result = tl.exp(tl.where(row >= column, between, float("-inf")))
-    else:
-        sums, resets = _sums(logs)
-        reached = (row >= column) & (resets[:, None] == resets[None, :])
-        result = tl.exp(tl.where(reached, sums[:, None] - sums[None, :], float("-inf")))
-    return result
+def _decays_between(logs, C: tl.constexpr, EXACT: tl.constexpr, AXIS: tl.constexpr = 0):
+    """[i, j], or [j, i] with AXIS 1: the decay from position j to position i; 0 for j > i.
 
-
-@triton.jit
-def _decays_between_transposed(logs, C: tl.constexpr, EXACT: tl.constexpr):
-    """[j, i]: the decay from position j to position i; 0 for j > i.
-
-    Computed anew: to transpose the tile takes longer, and Triton 3.4 to 3.6 miscompile products on Hopper whose left
-    factor is a tile that was transposed in registers.
+    Computed either way: to transpose the tile takes longer, and Triton 3.4 to 3.6 miscompile products on Hopper whose
+    left factor is a tile that was transposed in registers.
     """
-    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    i, j = tl.expand_dims(tl.arange(0, C), 1 - AXIS), tl.expand_dims(tl.arange(0, C), AXIS)
     if EXACT:
-        between = tl.cumsum(tl.where(column > row, logs[None, :], 0.0), 1)
-        result = tl.exp(tl.where(column >= row, between, float("-inf")))
+        between = tl.cumsum(tl.where(i > j, tl.expand_dims(logs, 1 - AXIS), 0.0), AXIS)
+        result = tl.exp(tl.where(i >= j, between, float("-inf")))
     else:
         sums, resets = _sums(logs)
-        reached = (column >= row) & (resets[:, None] == resets[None, :])
-        result = tl.exp(tl.where(reached, sums[None, :] - sums[:, None], float("-inf")))
+        reached = (i >= j) & (tl.expand_dims(resets, 1 - AXIS) == tl.expand_dims(resets, AXIS))
+        between = tl.expand_dims(sums, 1 - AXIS) - tl.expand_dims(sums, AXIS)
+        result = tl.exp(tl.where(reached, between, float("-inf")))
     return result
 
 
@@ -385,7 +369,7 @@ def delta_gradients_kernel(
         by_erased = from_start * tl.sum(z * tl.trans(keys).to(tl.float32), 0)
         grad_k += z * (step * from_start)[None, :]
         k_k = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        by_system = tl.where(later, -_decays_between_transposed(logs, C, EXACT) * by_t, 0.0)
+        by_system = tl.where(later, -_decays_between(logs, C, EXACT, 1) * by_t, 0.0)
         by_between = by_system * k_k
         by_step += by_erased + tl.sum(by_between, 0)
         by_between *= step[None, :]
@@ -405,9 +389,6 @@ def delta_gradients_kernel(
         tl.store(by_beta + offset + near, by_step.to(by_beta.dtype.element_ty), mask=inside)
     part = load_positions(part_of_k + into_k, K, begin, length, C, K, BK)
     store_positions(by_k + into_k, K, begin, length, tl.trans(grad_k) + part, C, K, BK)
-
-
-# The passes over the chunks of a recurrence in Triton: states one after another, and their gradients in reverse.
 
 
 @triton.jit

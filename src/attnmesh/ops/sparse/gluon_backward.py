@@ -21,8 +21,6 @@ when the products of all that read it are done. A barrier tells only odd phases 
 tile t has seen t - 2, so all tiles before are ready, and t - STAGES, that of the phase before, is one of them.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -191,14 +189,11 @@ def grad_query_kernel(
             count, in_chunk, part, padded_slots, k_offset)  # fmt: skip
     store = (dq + row * dq_row, dq_head, heads, count, part, scale)
     gl.warp_specialize(
-        [
-            (_sum_queries, (shared, store, 0, PARTS, MAIN, EXTRA, STAGES)),
-            (_sum_queries, (shared, store, 1, PARTS, MAIN, EXTRA, STAGES)),
-            (_load_keys, (shared, load, PARTS, MAIN, EXTRA, STAGES)),
-        ],
-        [4, 4],
-        [208, 96],
-    )
+        [(_sum_queries, (shared, store, 0, PARTS, MAIN, EXTRA, STAGES)),
+         (_sum_queries, (shared, store, 1, PARTS, MAIN, EXTRA, STAGES)),
+         (_load_keys, (shared, load, PARTS, MAIN, EXTRA, STAGES))],
+        [4, 4], [208, 96],
+    )  # fmt: skip
     invalidate_barriers((ready, free))
 
 
@@ -309,14 +304,11 @@ def grad_key_kernel(
     add = (target, target_row, indices + row * indices_row, gl.load(lo + row), gl.load(hi + row), count,
            in_chunk, slot_count, k_offset)  # fmt: skip
     gl.warp_specialize(
-        [
-            (_add_keys, (held, shared, add, begin, tiles, part, scale, 0, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
-            (_add_keys, (held, shared, add, begin, tiles, part, scale, 1, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
-            (_load_weights, (held, shared, load, HEADS, PARTS, MAIN, EXTRA, STAGES)),
-        ],
-        [4, 4],
-        [192, 112],
-    )
+        [(_add_keys, (held, shared, add, begin, tiles, part, scale, 0, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
+         (_add_keys, (held, shared, add, begin, tiles, part, scale, 1, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
+         (_load_weights, (held, shared, load, HEADS, PARTS, MAIN, EXTRA, STAGES))],
+        [4, 4], [192, 112],
+    )  # fmt: skip
     invalidate_barriers((q_ready, dout_ready, ready, free, turns))
 
 

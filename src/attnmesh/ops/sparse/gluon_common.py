@@ -4,10 +4,8 @@ An item is 64 heads of a row of queries and its slots, 64 keys at a time. The co
 two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for the groups of warps.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import functools
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -42,13 +40,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class Results(NamedTuple):
-    """Where results are written, of rows or of splits of their slots; and the sinks, which are part of them."""
-
-    out: Any
-    lse: Any
-    top: Any
-    sinks: Any
+# Where results are written, of rows or of splits of their slots; and the sinks, which are part of them.
+Results = namedtuple("Results", "out lse top sinks")
 
 
 @gluon.jit

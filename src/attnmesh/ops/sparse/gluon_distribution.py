@@ -26,8 +26,6 @@ what the producer waits for before it sends block b, an item three back and sums
 tests/helpers/gluon.py runs this file on the CPU under adversarial schedules.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -294,10 +292,7 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
     item = 0
     block = 0
     # The last _SUMS blocks: the positions of their output, newest first, and one bit per key: was it valid?
-    waiting0 = -1
-    waiting1 = -1
-    waiting2 = -1
-    waiting3 = -1
+    waiting = (-1, -1, -1, -1)
     seen = gl.zeros([_KEYS], gl.int32, _GATHERED)
     row, first, end = _unit(0, program, programs, s_q, blocks)
     row_slots, row_lo, row_hi = gl.load(slots + row), gl.load(lo + row), gl.load(hi + row)
@@ -332,14 +327,11 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
                         indices, indices_stride,
                         gl.where(last, next_row, row), gl.where(last, next_first, at + 1), topk, rows,
                     )  # fmt: skip
-                    if waiting3 >= 0:
+                    if waiting[3] >= 0:
                         _write_sums(
-                            out, sums, summed, block - _SUMS, waiting3, seen, rows, s_q, topk, CONSUMERS, GROUPS
+                            out, sums, summed, block - _SUMS, waiting[3], seen, rows, s_q, topk, CONSUMERS, GROUPS
                         )
-                    waiting3 = waiting2
-                    waiting2 = waiting1
-                    waiting1 = waiting0
-                    waiting0 = row * blocks + at
+                    waiting = (row * blocks + at, waiting[0], waiting[1], waiting[2])
                     seen = (seen << 1) | valid.to(gl.int32)
                     at += 1
                     block += 1
@@ -351,12 +343,9 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
         row, first, end = next_row, next_first, next_end
         row_slots, row_lo, row_hi = next_slots, next_lo, next_hi
     for _ in range(_SUMS):
-        if waiting3 >= 0:
-            _write_sums(out, sums, summed, block - _SUMS, waiting3, seen, rows, s_q, topk, CONSUMERS, GROUPS)
-        waiting3 = waiting2
-        waiting2 = waiting1
-        waiting1 = waiting0
-        waiting0 = -1
+        if waiting[3] >= 0:
+            _write_sums(out, sums, summed, block - _SUMS, waiting[3], seen, rows, s_q, topk, CONSUMERS, GROUPS)
+        waiting = (-1, waiting[0], waiting[1], waiting[2])
         seen = seen << 1
         block += 1
 
@@ -379,9 +368,7 @@ def _write_sums(
     out, sums, summed, block, where_to, seen, rows, s_q, topk, CONSUMERS: gl.constexpr, GROUPS: gl.constexpr
 ):
     """Adds the sums of the warps of the consumers for a block, and writes them where its keys were valid."""
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1], [4, 8], [4, 1], [1, 0]
-    )  # its rows are distributed like the rows of the producer
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # its rows are those of the producer
     buffer = block % _SUMS
     mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1
@@ -434,21 +421,14 @@ def _distribution_kernel(
                 main, tail, sums, ready, free, summed, s_q, h, topk, k_offset)  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
-                (_consume, (consumer, 0, 2, MAIN, TAIL, HANDOVER)),
-                (_consume, (consumer, 1, 2, MAIN, TAIL, HANDOVER)),
-                (_produce, (producer, 2, MAIN, TAIL, GROUPS)),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+            [(_consume, (consumer, 0, 2, MAIN, TAIL, HANDOVER)),
+             (_consume, (consumer, 1, 2, MAIN, TAIL, HANDOVER)),
+             (_produce, (producer, 2, MAIN, TAIL, GROUPS))],
+            [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
     else:
         gl.warp_specialize(
-            [
-                (_consume, (consumer, 0, 1, MAIN, TAIL, 0)),
-                (_produce, (producer, 1, MAIN, TAIL, GROUPS)),
-            ],
-            [4],
-            [PRODUCER_REGISTERS],
-        )
+            [(_consume, (consumer, 0, 1, MAIN, TAIL, 0)), (_produce, (producer, 1, MAIN, TAIL, GROUPS))],
+            [4], [PRODUCER_REGISTERS],
+        )  # fmt: skip
     invalidate_barriers((ready, free, summed, turns))

@@ -22,8 +22,7 @@ The scores of a query with NaN or inf stay NaN where a slot is invalid. So wheth
 told by its scores: the producer tells it.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -86,20 +85,14 @@ def supports(call: SparseCall) -> bool:
 def launch(call: SparseCall, sinks: Tensor | None, results: tuple[Tensor, ...]) -> Launch:
     """The first launch of a `Forward`, of a call that the kernel supports."""
     q, k, v, indices, bounds, scale, *_ = call
-    return _launch(q, k, v, indices, bounds, scale, sinks, results)
+    return launch_ranges(q, k, bounds, scale, sinks, results, v, indices)
 
 
 def launch_ranges(
-    q: Tensor, k: Tensor, bounds: RowBounds, scale: float, sinks: Tensor | None, results: tuple[Tensor, ...]
+    q: Tensor, k: Tensor, bounds: RowBounds, scale: float, sinks: Tensor | None, results: tuple[Tensor, ...],
+    v: Tensor | None = None, indices: Tensor | None = None,
 ) -> Launch:  # fmt: skip
-    """The first launch for rows that attend to all keys from `lo` to `hi`, of which there are `slots`."""
-    return _launch(q, k, None, None, bounds, scale, sinks, results)
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor | None, indices: Tensor | None, bounds: RowBounds, scale: float,
-    sinks: Tensor | None, results: tuple[Tensor, ...],
-) -> Launch:  # fmt: skip
+    """The first launch for rows that, without indices, attend to all keys from `lo` to `hi`: there are `slots`."""
     lo, hi, slots, k_offset = bounds
     s_q, heads, d = q.shape
     items = s_q * cdiv(heads, HEADS)
@@ -129,37 +122,14 @@ class Memory(NamedTuple):
     largest: Any  # score of the tiles of a consumer, for two items
 
 
-class Barriers(NamedTuple):
-    """The barriers of halves of queries and tiles, of scores, row maxima, weights and sums."""
-
-    q_ready: Any
-    q_free: Any
-    front_ready: Any
-    back_ready: Any
-    front_free: Any
-    back_free: Any
-    scored: Any  # the scores of the first tile are under way
-    max_ready: Any
-    weights_ready: Any
-    sums_ready: Any
-
-
-class Work(NamedTuple):
-    """The slots of all rows, and how they are divided into items."""
-
-    slots: Any
-    topk: Any
-    heads: Any
-    items: Any
-
-
-class Item(NamedTuple):
-    """64 heads of a row."""
-
-    row: Any
-    head_begin: Any
-    count: Any  # of slots
-    pairs: Any  # of tiles
+# Of halves of queries and tiles, of the scores of the first tile (they are under way), of row maxima, weights and sums.
+Barriers = namedtuple(
+    "Barriers", "q_ready q_free front_ready back_ready front_free back_free scored max_ready weights_ready sums_ready"
+)
+# The slots of all rows, and how they are divided into items.
+Work = namedtuple("Work", "slots topk heads items")
+# 64 heads of a row: the slots are `count`, the pairs are of tiles.
+Item = namedtuple("Item", "row head_begin count pairs")
 
 
 @gluon.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -201,14 +171,11 @@ def _forward_kernel(
     work = Work(slots, topk, heads, items)
     results = Results(out, lse, top, sinks)
     gl.warp_specialize(
-        [
-            (_consume_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
-            (_consume_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
-            (_produce, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
-                       memory, barriers, work, TAILED)),
-        ],
-        [4, 4],
-        [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        [(_consume_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+         (_consume_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
+         (_produce, (q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset,
+                     memory, barriers, work, TAILED))],
+        [4, 4], [_CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 

@@ -6,8 +6,6 @@ the candidates above that bound, which they write down and bisect. Scores are re
 equal scores the first are selected, keys are written in ascending order, and a score of -inf is never selected.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -23,10 +23,9 @@ and `free`, at which both consumers arrive, of queries (of the whole unit) and o
 for by the parity of their phase, counted over all units.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -69,57 +68,14 @@ _MIN_QUERIES = 1024
 _launches: Recent[Launch] = Recent()
 
 
-class Shape(NamedTuple):
-    """The constants of the kernel."""
-
-    rows: Any
-    heads: Any
-    relu: Any
-    block: Any  # candidates of a selection
-    layout: Any  # of the scores of a consumer
-
-
-class Sizes(NamedTuple):
-    """Lengths; the groups of rows, the units of a group, the groups that the workspace holds, and the size of a row."""
-
-    s_q: Any
-    s_kv: Any
-    heads: Any
-    topk: Any
-    groups: Any
-    items: Any
-    ring: Any
-    row_len: Any
-    row_size: Any
-
-
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    queries: Any
-    keys: Any
-    weights: Any
-    bounds: Any
-    records: Any
-
-
-class Barriers(NamedTuple):
-    """Barriers in shared memory."""
-
-    planned: Any
-    q_ready: Any
-    q_free: Any
-    k_ready: Any
-    k_free: Any
-
-
-class Counters(NamedTuple):
-    """Counters in memory: the next unit, the next row, and of every group."""
-
-    unit: Any
-    row: Any
-    scored: Any
-    selected: Any
+# The constants of the kernel; `block` is the candidates of a selection, `layout` that of the scores of a consumer.
+Shape = namedtuple("Shape", "rows heads relu block layout")
+# Lengths; the groups of rows, the units of a group, the groups that the workspace holds, and the size of a row.
+Sizes = namedtuple("Sizes", "s_q s_kv heads topk groups items ring row_len row_size")
+Memory = namedtuple("Memory", "queries keys weights bounds records")  # in shared memory, as the barriers
+Barriers = namedtuple("Barriers", "planned q_ready q_free k_ready k_free")
+# Counters in memory: the next unit, the next row, and of every group.
+Counters = namedtuple("Counters", "unit row scored selected")
 
 
 NEEDS = "17 to 128 heads of 40 to 128 elements in 16 bits, rows aligned to 16 bytes, up to 2,048 keys, on Hopper"

@@ -5,8 +5,6 @@ summed first, then the rows: a row may name one key in all of its slots, and an 
 additions in a chain then grows with the longer of the two.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -14,11 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.dense.triton_backward import delta
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-
-# Deterministic sums of the gradients of slots, key by key, in the order of rows and slots.
-
 
 _MAX_COLUMNS = 1024  # per program
 _IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
@@ -75,7 +71,6 @@ def sum_kernel(grads, order, starts, row_slots, total, total_stride, WIDTH: tl.c
 
 
 _Factors = tuple[Tensor, Tensor]  # a workspace, and the q or dout that it is multiplied with
-_DELTA_ELEMENTS = 4096  # per program of the memory-bound delta kernel
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NOT_SPECIALIZED = ["row_begin", "k_offset"]  # they differ between chunks
 
@@ -92,18 +87,7 @@ class BackwardTiles(NamedTuple):
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """`sum(out * dout)` over the value's columns: float32 [s_q, h] from two [s_q, h, d_v]."""
-    rows, heads, width = out.shape
-    result = torch.empty((rows, heads), dtype=torch.float32, device=out.device)
-    if result.numel() == 0:
-        return result
-    columns = next_power_of_2(width)
-    pairs = max(1, _DELTA_ELEMENTS // columns)
-    repeat(
-        _launches, delta_kernel, (cdiv(rows * heads, pairs),),
-        (out, out.stride()[:2], dout, dout.stride()[:2], result, rows * heads),
-        H=heads, DV=width, PAIRS=pairs, COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
-    return result
+    return delta(out[None], dout[None], None)[0]
 
 
 def scores(
@@ -408,19 +392,3 @@ def grad_key_kernel(
         _put(target, target_rows * target_stride, valid, main, value, WIDTH, MAIN_WHOLE, ATOMIC)
         if EXTRA > 0:
             _put(target, target_rows * target_stride, valid, extra, value_extra, WIDTH, EXTRA_WHOLE, ATOMIC)
-
-
-@triton.jit
-def delta_kernel(
-    out, out_strides, dout, dout_strides, delta, pairs,
-    H: tl.constexpr, DV: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """sum(out * dout) over the value's columns, for PAIRS pairs of a row and a head."""
-    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    there = pair < pairs
-    row = pair // H
-    head = pair % H
-    columns = tl.arange(0, COLUMNS)
-    left = _load_tile(out + (row * out_strides[0] + head * out_strides[1])[:, None], there, columns, DV, False)
-    right = _load_tile(dout + (row * dout_strides[0] + head * dout_strides[1])[:, None], there, columns, DV, False)
-    tl.store(delta + pair, tl.sum(left.to(tl.float32) * right.to(tl.float32), 1), mask=there)

@@ -1,8 +1,5 @@
 """The bounds of a `SparseMask` in one launch: torch would compute them in nine to sixteen operations."""
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/
 that they fit sm_90.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any
 
 import torch
@@ -18,9 +16,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record
+from attnmesh.ops.dense.triton_tiles import blocks_of
 from attnmesh.ops.launch import Launch, Recent, cdiv, gpu_of, next_power_of_2, repeat, starts_early
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
-from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, softmax_step, split_width
+from attnmesh.ops.sparse.triton_forward import LOG2_E, ForwardTiles, pick_tiles, softmax_step
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -63,7 +62,7 @@ def tiles_of(call: SparseDecodeCall) -> ForwardTiles:
     """The tiles of `attend`."""
     heads = min(64, max(16, next_power_of_2(call.q.shape[2])))
     if isinstance(call.keys.pool, Tensor):
-        main, tail = split_width(call.keys.width)
+        main, tail = blocks_of(call.keys.width)
         return pick_tiles(heads, main, main + tail, call.q.dtype, separate=False, gpu=gpu_of(call.q.device))
     return _QUANTIZED
 
@@ -129,7 +128,7 @@ def _pool_sizes(keys: PagedKeys) -> dict[str, int]:
         main, tail = next_power_of_2(width), max(16, next_power_of_2(rest))
     else:
         width, rest = keys.width, 0
-        main, tail = split_width(width)
+        main, tail = blocks_of(width)
     return {"D": width, "REST": rest, "MAIN": main, "TAIL": tail, "BLOCK_SIZE": keys.block_size}
 
 

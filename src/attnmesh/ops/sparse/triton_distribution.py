@@ -5,8 +5,6 @@ few heads cost little and the sum over heads stays within a few threads. A group
 summed in several passes over the keys, each of which adds to the output of the previous pass.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch

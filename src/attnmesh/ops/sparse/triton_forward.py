@@ -4,8 +4,6 @@ A program takes a tile of heads of one query row and iterates over the slots of 
 the values are the first columns of the keys, the tile loaded for the scores is also the tile of the values.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.ops.dense.triton_tiles import blocks_of
 from attnmesh.ops.launch import GPU, Launch, cdiv, gpu_of, next_power_of_2, prepare
 from attnmesh.ops.sparse.arguments import SparseCall
 
@@ -40,11 +39,11 @@ def launch(
     """The first launch of a `Forward`."""
     q, k, v, indices, (lo, hi, slots, k_offset), scale, d_v, *_ = call
     (s_q, heads, d), gpu = q.shape, gpu_of(q.device)
-    main, tail = split_width(d)
+    main, tail = blocks_of(d)
     values = v
     if v is None and 2 * d_v <= main:  # loaded separately: less work than a product with the whole key
         values = k[:, :d_v]
-    value_main, value_tail = (main, tail if d_v > main else 0) if values is None else split_width(d_v)
+    value_main, value_tail = (main, tail if d_v > main else 0) if values is None else blocks_of(d_v)
     if tiles is None:
         width = main + tail + (0 if values is None else value_main + value_tail)
         tiles = pick_tiles(heads, main, width, q.dtype, separate=values is not None, gpu=gpu)
@@ -58,15 +57,6 @@ def launch(
         D=d, MAIN=main, TAIL=tail, D_V=d_v, VALUE_MAIN=value_main, VALUE_TAIL=value_tail,
         HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-
-
-def split_width(width: int) -> tuple[int, int]:
-    """Widths of the two column tiles, powers of two or 0: 576 is 512 + 64, not 1024."""
-    whole = next_power_of_2(max(width, 16))
-    if width >= whole:
-        return whole, 0
-    rest = max(16, next_power_of_2(width - whole // 2)) if width > whole // 2 >= 16 else whole
-    return (whole, 0) if rest >= whole // 2 else (whole // 2, rest)
 
 
 def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separate: bool, gpu: GPU) -> ForwardTiles:

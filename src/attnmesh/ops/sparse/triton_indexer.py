@@ -5,9 +5,6 @@ columns, so the sum over heads stays within four neighboring threads, and a key 
 score. Every kernel sums in the same order: the score of a pair has the same bits wherever it is computed.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import torch
 import triton
 import triton.language as tl

@@ -11,9 +11,6 @@ For a chunk of keys that all rows may see, atomics would be contended. There, on
 row (d_iq, d_w) and one over the rows of each tile of keys (d_ik); both recompute the products. Always deterministic.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 from typing import Any, NamedTuple
 
 import torch

@@ -13,9 +13,6 @@ Values are compared as floats and bisected as integers of the same order. A scor
 that of a key that the row must not see.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import triton
 import triton.language as tl
 

@@ -13,9 +13,6 @@ no deadlock with any number of resident programs. While some programs select, th
 The selection from a row (`triton_select`) is by one program, which reads the row twice.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import functools
 
 import torch
