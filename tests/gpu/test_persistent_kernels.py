@@ -258,7 +258,8 @@ ONE_ITEM = {
     "recurrent.triton_chunks.gradients_kernel": "the number of programs is part of an address",
     "recurrent.triton_chunks.delta_gradients_kernel": "the number of programs is part of an address",
     "sparse.triton_paged_topk._select_kernel": "the loop bisects the scores of one row",
-    "sparse.gluon_paged_select.select_kernel": "the loop bisects the scores of one row",
+    "sparse.gluon_paged_select.select_kernel": "the loop searches for one of the scores of one row",
+    "sparse.gluon_paged_select.gather_kernel": "the loop searches for one of the scores of one row",
 }
 
 

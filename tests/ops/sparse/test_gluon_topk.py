@@ -112,7 +112,7 @@ def test_calls_that_the_kernels_do_not_serve():
     ("batch", "tokens", "heads", "length", "block_size", "k"),
     [
         (2, 1, 64, 300, 64, 20),
-        (2, 1, 40, 2300, 64, 100),
+        (2, 1, 40, 4500, 64, 100),
         *(sweep(*case)
           for case in [(1, 2, 64, 500, 128, 33), (1, 4, 40, 400, 64, 10), (2, 1, 128, 300, 64, 400)]),
     ],
@@ -120,7 +120,7 @@ def test_calls_that_the_kernels_do_not_serve():
 def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k):
     """Against the Triton kernels; a scale is NaN, bounds are inside of blocks, and blocks of others are NaN.
 
-    From rows of more than 2,048 keys Gluon selects, too.
+    From rows of more than 2,048 keys Gluon selects, too; in parts, programs of 64 keys share maxima of groups.
     """
     draw = torch.Generator().manual_seed(length + heads)
     blocks = -(-length // block_size)
@@ -135,15 +135,18 @@ def test_a_decode_step_over_fp8_keys(batch, tokens, heads, length, block_size, k
     w = torch.randint(0, 3, (batch, tokens, heads), generator=draw).float()
     first = torch.randint(0, 90, (batch, tokens), generator=draw)
     end = torch.randint(length // 2, length + 1, (batch, tokens), generator=draw)
-    found = []
-    for gluon in (emulated(gluon_paged_scores, length), None):
-        how = {"scale": 0.5, "relu": True, "gluon": gluon, "block": 64 if length <= 2048 else 2048}
-        found.append(paged_topk(iq, PagedKeys(pool, table), w, k, first, end, **how))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    how, kernels = {"scale": 0.5, "relu": True, "block": 64}, emulated(gluon_paged_scores, length)
+    ways = [how | {"gluon": kernels}, how]
+    if length > 2048:
+        how |= {"block": 2048}
+        ways = [how | {"gluon": kernels, "parts": 0}, how | {"gluon": kernels, "parts": 4, "span": 64}, how]
+    found = [paged_topk(iq, PagedKeys(pool, table), w, k, first, end, **way) for way in ways]
+    for other in found[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], other, strict=True))
     assert (found[0].lengths > 0).all()
 
 
-@pytest.mark.parametrize("kind", ["whole", sweep("large"), "not in fp16"])
+@pytest.mark.parametrize("kind", ["whole", sweep("large"), "not in fp16", "infinite"])
 def test_a_decode_step_with_queries_in_bf16(kind):
     """They are multiplied in fp16 where a power of two makes all of them fp16 numbers, and else as they are."""
     draw = torch.Generator().manual_seed(1)
@@ -156,6 +159,8 @@ def test_a_decode_step_with_queries_in_bf16(kind):
         iq *= 2.0**12
     if kind == "not in fp16":  # one head, with a large weight
         iq[..., 5, :], w[..., 5] = iq[..., 5, :] * 2.0**-40, 2.0**40
+    if kind == "infinite":
+        iq[..., 5, 7] = torch.inf
     table, bounds = torch.randperm(6, generator=draw).int()[None], (torch.tensor([[9]]), torch.tensor([[350]]))
     how = {"scale": 0.5, "relu": True, "span": 1024}
     found = paged_topk(iq.bfloat16(), PagedKeys(pool, table), w, 20, *bounds, gluon=emulated(gluon_paged_scores), **how)

@@ -175,16 +175,13 @@ def test_scores_of_a_decode_step_for_hopper_have_the_same_bits(batch, tokens, le
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("batch", "ties"), [(5, False), (5, True), (40, False)])
-def test_rows_of_any_length_are_selected_from_in_a_decode_step_for_hopper(batch, ties):
-    """Against the Triton kernels: long and short rows, an empty one, ties, and NaN where nothing is to be read."""
-    lengths = torch.tensor([70000, 9000, 3000, 100, 0] * (batch // 5), device="cuda")
-    blocks = 70000 // 64 + 1
+def ragged_step(lengths: list[int], ties: bool) -> tuple[Tensor, PagedKeys, Tensor]:
+    """Queries, keys and weights of a decode step; NaN where nothing is to be read."""
+    batch, blocks = len(lengths), max(lengths) // 64 + 1
     table = torch.randperm(batch * blocks, device="cuda").int().view(batch, blocks)
     pool = unpack_index_keys(torch.full((batch * blocks, 64 * 132), 127, dtype=torch.uint8, device="cuda"), 64)
     pool.scales.fill_(torch.nan)
-    for row, length in zip(table.long(), lengths.tolist(), strict=True):
+    for row, length in zip(table.long(), lengths, strict=True):
         used = row[: -(-length // 64)]
         keys = torch.randn(len(used), 64, 1, 128, device="cuda")
         as_fp8 = (keys.sign() if ties else keys).to(torch.float8_e4m3fn)
@@ -194,13 +191,45 @@ def test_rows_of_any_length_are_selected_from_in_a_decode_step_for_hopper(batch,
     w = torch.rand(batch, 1, 64, device="cuda")
     if ties:
         iq, w = iq.sign() * (torch.arange(128, device="cuda") < 2), torch.ones_like(w)
-    end, first = lengths[:, None], torch.full((batch, 1), 5, device="cuda")
-    found, expected = (
-        paged_topk(iq, PagedKeys(pool, table), w, 2048, first, end, **HOW, gluon=gluon)
-        for gluon in (gluon_paged_scores, None)
-    )
-    assert found.lengths[:, 0].tolist() == (lengths - 5).clamp(0, 2048).tolist()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return iq, PagedKeys(pool, table), w
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("parts", [0, 4, 16])
+@pytest.mark.parametrize(("batch", "ties"), [(5, False), (5, True), (40, False)])
+def test_rows_of_any_length_are_selected_from_in_a_decode_step_for_hopper(batch, ties, parts):
+    """Against the Triton kernels: long and short rows, an empty one, ties, and NaN where nothing is to be read."""
+    lengths = [70000, 9000, 3000, 100, 0] * (batch // 5)
+    step = ragged_step(lengths, ties)
+    end, first = torch.tensor(lengths, device="cuda")[:, None], torch.full((batch, 1), 5, device="cuda")
+    expected = paged_topk(*step, 2048, first, end, **HOW)
+    for how in ({}, {}, {"span": 128}, {"span": 1024}, {"block": 8192}, {"workspace": 1}):
+        found = paged_topk(*step, 2048, first, end, **HOW, gluon=gluon_paged_scores, parts=parts, **how)
+        assert found.lengths[:, 0].tolist() == [min(max(n - 5, 0), 2048) for n in lengths]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), how
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("parts", [0, 4, 16])
+def test_a_graph_of_a_decode_step_serves_all_lengths(parts):
+    step = ragged_step([131072, 131072, 131072], ties=False)
+    first, end = (torch.zeros(3, 1, dtype=torch.int64, device="cuda") for _ in range(2))
+    how = HOW | {"gluon": gluon_paged_scores, "parts": parts}
+    paged_topk(*step, 2048, first, end, **how)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = paged_topk(*step, 2048, first, end, **how)
+    for begins, ends in (
+        ([0, 0, 0], [131072, 131072, 131072]), ([7, 100, 0], [4103, 4196, 5000]), ([0, 0, 9], [1, 0, 131072]),
+        ([5000, 0, 130000], [60000, 20000, 131072]), ([0, 0, 0], [131072, 131072, 131072]),
+    ):  # fmt: skip
+        first.copy_(torch.tensor(begins)[:, None])
+        end.copy_(torch.tensor(ends)[:, None])
+        for x in found:
+            x.fill_(99)
+        graph.replay()
+        expected = paged_topk(*step, 2048, first, end, **HOW)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (begins, ends)
 
 
 @pytest.mark.parametrize("s_kv", [32768, 131072])

@@ -23,6 +23,7 @@ from attnmesh.ops.sparse import (
     triton_bounds,
     triton_distribution,
     triton_forward,
+    triton_paged_topk,
     triton_topk,
 )
 from attnmesh.ops.sparse.indexer_tiles import pick_topk_tiles
@@ -125,6 +126,7 @@ def decode(what, dtype, heads, d, split_size=None):
 def paged(what, dtype, heads, dim, slots, tokens):
     """The top-k of a decode step over 131,072 fp8 keys in blocks of 64."""
     dispatch.choose = lambda *_, **__: "gluon" if what == "paged gluon" else "triton"
+    triton_paged_topk._multiprocessors = lambda _: 132 if tokens < 4 else 1  # on which one program selects from a row
     pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
     paged_indexer_topk(
         torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 2048, dtype=torch.int32),
@@ -181,6 +183,7 @@ def assert_sound(kernels: list[dict]) -> None:
             "_merge_kernel",
             "_select_kernel",
             "select_kernel",
+            "gather_kernel",
         )
         if of_gluon or (kernel["kernel"] in ("scores_kernel", "grad_query_kernel") and heads >= 64):
             assert kernel["wgmma"] or dtype == "float32", kernel

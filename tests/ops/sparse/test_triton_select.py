@@ -133,6 +133,41 @@ LONG = {  # of whose top 360 the maxima of 1024 groups tell much or little; 2,04
 }
 
 
+def select_in_gluon(row: Tensor, k: int, groups: int, parts: int, fault: int = 0) -> None:
+    """The selection of a decode step; with `parts` of the row, programs gather their candidates.
+
+    With a `fault`, of the last program that scored, nothing is selected.
+    """
+    first, block, module = 64 + 5, gluon_paged_select.MIN_BLOCK, emulated(gluon_paged_select)
+    end = -(-(first + len(row)) // 64) * 64
+    buffer, row_len = workspace(row, first, 64, end, block, groups)
+    summary = row_len + 3 * block
+    if parts:  # room for candidates instead of the maxima of blocks
+        room = 2 * parts * block + 16
+        buffer = torch.cat((buffer[:row_len], torch.full((room,), torch.nan), buffer[summary : summary + groups]))
+        summary = row_len + room
+    else:
+        buffer[row_len : row_len + block] = torch.inf  # candidates of the row before
+    indices, scores = torch.full((k + 3,), 99, dtype=torch.int32), torch.full((k + 3,), 99.0)
+    count, errors = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
+    lo, hi, bits = torch.tensor([first]), torch.tensor([first + len(row)]), buffer.view(torch.int32)
+    sizes = (row_len, len(buffer), summary, groups, 0)
+    if parts:
+        shape = module.selection(1, block, 4096, parts, gluon_paged_select.PART_WARPS)
+        module.gather_kernel[(parts,)](
+            lo, hi, buffer, bits, row_len, k, *sizes, SHAPE=shape, num_warps=shape.warps, launch_pdl=True
+        )
+    shape = module.selection(1, block, 4096, parts)
+    module.select_kernel[(1,)](
+        lo, hi, indices, scores.view(torch.int32), count, buffer, bits, errors, torch.tensor([0] * 599 + [fault]).int(),
+        1, row_len, k, *sizes, 600, SHAPE=shape, num_warps=shape.warps, launch_pdl=True,
+    )  # fmt: skip
+    assert (indices[k:] == 99).all()
+    assert (scores[k:] == 99.0).all()
+    check_selected(row[: 0 if fault else None], k, first, indices[:k], scores[:k], int(count))
+    assert not errors.any()
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -140,20 +175,14 @@ LONG = {  # of whose top 360 the maxima of 1024 groups tell much or little; 2,04
         for kind in LONG
     ],
 )
-def test_the_selection_of_a_decode_step_in_gluon(kind):
-    row, k, groups, first = LONG[kind], 360, 1024, 64 + 5
-    end = -(-(first + len(row)) // 64) * 64
-    buffer, row_len = workspace(row, first, 64, end, gluon_paged_select.MIN_BLOCK, groups)
-    buffer[row_len : row_len + gluon_paged_select.MIN_BLOCK] = torch.inf  # candidates of the row before
-    indices, scores = torch.full((k + 3,), 99, dtype=torch.int32), torch.full((k + 3,), 99.0)
-    count, errors = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    emulated(gluon_paged_select).select_kernel[(1,)](
-        torch.tensor([first]), torch.tensor([first + len(row)]), indices, scores.view(torch.int32), count, buffer,
-        buffer.view(torch.int32), errors, torch.zeros(3, dtype=torch.int32), 1, row_len, k, row_len, len(buffer),
-        groups, 0, 3, SHAPE=gluon_paged_select.Selection(1, gluon_paged_select.MIN_BLOCK, 4096),
-        num_warps=gluon_paged_select.WARPS, launch_pdl=True,
-    )  # fmt: skip
-    assert (indices[k:] == 99).all()
-    assert (scores[k:] == 99.0).all()
-    check_selected(row, k, first, indices[:k], scores[:k], int(count))
-    assert not errors.any()
+@pytest.mark.parametrize("parts", [0, 16])
+def test_the_selection_of_a_decode_step_in_gluon(kind, parts):
+    select_in_gluon(LONG[kind], 360, 1024, parts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("short", 16), ("random", 16), *(sweep(*x) for x in (("more candidates than fit", 16), ("random", 0)))],
+)
+def test_nothing_is_selected_in_gluon_after_a_fault(kind, parts):
+    select_in_gluon(LONG[kind], 360, 1024, parts, fault=1)

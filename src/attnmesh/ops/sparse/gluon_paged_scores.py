@@ -30,15 +30,24 @@ from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import is_hopper
-from attnmesh.ops.sparse.gluon_paged_select import MIN_BLOCK, Selection, select_kernel
+from attnmesh.ops.sparse.gluon_paged_select import (
+    MIN_BLOCK,
+    PART_WARPS,
+    PARTS,
+    WARPS,
+    gather_kernel,
+    select_kernel,
+    selection,
+)
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
-from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, head_tile
 from attnmesh.ops.storage import Quantized
 
 WIDTH = 128
 STAGES = 4
 SPAN = 4096  # keys of a program, where there are enough: they share the time that loading queries takes
 _NARROW_KEYS = 1024  # of a program
+DOUBLED = True
 _KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
 _BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
 _ROWWISE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -49,8 +58,21 @@ _BYTES = gl.constexpr(gl.DistributedLinearLayout(
 ))  # fmt: skip
 
 
-# The kernels of both launches are one module to their launcher.
-__all__ = ["MIN_BLOCK", "SPAN", "Selection", "pool_descriptor", "score_kernel", "select_kernel", "shape_of", "supports"]
+# The kernels of all launches are one module to their launcher.
+__all__ = [
+    "MIN_BLOCK",
+    "PARTS",
+    "PART_WARPS",
+    "SPAN",
+    "WARPS",
+    "gather_kernel",
+    "pool_descriptor",
+    "score_kernel",
+    "select_kernel",
+    "selection",
+    "shape_of",
+    "supports",
+]
 
 
 class Shape(NamedTuple):
@@ -58,11 +80,13 @@ class Shape(NamedTuple):
 
     rows: Any
     heads: Any
+    all_heads: Any  # whether the call has so many
     relu: Any
-    block: Any  # candidates of a selection
     block_size: Any  # of the cache
-    parts: Any  # groups of the summary per key of a tile; 0 without a summary
+    groups: Any  # of the summary that a program writes; 0 without a summary
+    blocks: Any  # whether the summary has maxima of blocks
     narrow: Any  # whether to try queries in fp16, which takes as long as some tiles
+    doubled: Any  # whether narrowed queries ...
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
 
@@ -88,10 +112,23 @@ def supports(iq: Tensor, pool: object) -> bool:
     )
 
 
-def shape_of(rows: int, heads: int, relu: bool, block: int, block_size: int, parts: int, keys: int) -> Shape:
+def shape_of(rows: int, heads: int, relu: bool, block_size: int, groups: int, blocks: bool, keys: int) -> Shape:
     """The constants of a call whose programs have this many keys each."""
-    narrow = keys >= _NARROW_KEYS and rows * heads <= 64  # more columns would spill
-    return Shape(rows, heads, relu, block, block_size, parts, narrow, score_layout(rows), block_layout(rows))
+    tile = head_tile(heads)
+    narrow = keys >= _NARROW_KEYS and rows * tile <= 64  # more columns would spill
+    return Shape(
+        rows,
+        tile,
+        heads == tile,
+        relu,
+        block_size,
+        groups,
+        blocks,
+        narrow,
+        relu and DOUBLED,
+        score_layout(rows),
+        block_layout(rows),
+    )
 
 
 def block_layout(rows: int) -> Any:
@@ -116,6 +153,7 @@ class Keys(NamedTuple):
     num_blocks: Any
     lowest: Any
     end: Any
+    begin: Any  # of the first tile
     step: Any
 
 
@@ -123,16 +161,16 @@ class Rows(NamedTuple):
     """Where the scores of some rows go, and which keys each of them may select."""
 
     out: Any
-    summary: Any  # of blocks of keys: where it begins
+    blocks: Any  # the maxima of blocks: where they begin
     lows: Any
     highs: Any
     scale: Any
 
 
 @gluon.jit
-def _bound(at, mask):
-    """Bounds of a row's keys as int32, at least 0."""
-    return gl.minimum(gl.maximum(gl.load(at, mask=mask, other=0), 0), 0x7FFFFFFF).to(gl.int32)
+def _bound(at):
+    """Bounds of rows' keys as int32, at least 0."""
+    return gl.minimum(gl.maximum(gl.load(at), 0), 0x7FFFFFFF).to(gl.int32)
 
 
 @gluon.jit
@@ -140,6 +178,15 @@ def _entry(keys, key, SHAPE: gl.constexpr):
     """The block of a tile, -1 without a tile."""
     at = keys.table_row + (key // SHAPE.block_size).to(gl.int64) * keys.table_stride
     return gl.load(at, mask=key < keys.end, other=-1)
+
+
+@gluon.jit
+def _first_blocks(keys, SHAPE: gl.constexpr):
+    """The blocks of the first tiles: all are looked up before any is waited for."""
+    blocks = ()
+    for i in gl.static_range(_STAGES + 1):
+        blocks = blocks + (_entry(keys, keys.begin + i * keys.step, SHAPE),)  # noqa: RUF005
+    return blocks
 
 
 @gluon.jit
@@ -162,13 +209,13 @@ def _factors(keys, block, key, SHAPE: gl.constexpr):
     return gl.load(keys.scales + offset, mask=read, other=0.0)
 
 
-_NOT_SPECIALIZED = ["tokens", "num_blocks", "s_q", "s_kv", "heads", "first_group", "items", "maxima"]
+_NOT_SPECIALIZED = ["tokens", "num_blocks", "s_kv", "heads", "first_group", "items", "summary", "maxima"]
 
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def score_kernel(
     iq, iq_strides, pool, key_scales, scale_strides, table, table_strides, errors, faults, tokens, num_blocks,
-    w, w_strides, lo, hi, buffer, row_len, row_size, maxima, s_q, s_kv, heads, scale, first_group, items,
+    w, w_strides, lo, hi, buffer, row_size, summary, maxima, s_kv, heads, scale, first_group, items,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """The scores of some rows for those keys of every `items`-th tile that any of them may select, and their maxima."""
@@ -185,69 +232,85 @@ def score_kernel(
     group, item = gl.program_id(0) // items, gl.program_id(0) % items
     row = (first_group + group) * ROWS
     rows = gl.arange(0, ROWS, layout=of_row)
-    lows, highs = _bound(lo + row + rows, row + rows < s_q), _bound(hi + row + rows, row + rows < s_q)
-    highs = gl.minimum(highs, s_kv)
+    lows, highs = _bound(lo + row + rows), gl.minimum(_bound(hi + row + rows), s_kv)
+    # Whatever the bounds and blocks are: while they are waited for.
+    found = _load_queries(iq, iq_strides, row, heads, SHAPE)
+    weights = _load_weights(w, w_strides, row, heads, SHAPE)
     lowest = gl.min(gl.where(lows < highs, lows, s_kv), 0)
     end = gl.max(gl.where(lows < highs, highs, 0), 0)
     begin = lowest // _KEYS
     begin = (begin + (items - begin % items + item) % items) * _KEYS
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
-    summary = row_len + 3 * SHAPE.block
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
     worst = (begin * 0).to(gl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(gl.int64) * table_strides[0]
         keys = Keys(
-            pool, key_scales, scale_strides, table_row, table_strides[1], num_blocks, lowest, end, items * _KEYS
-        )
+            pool, key_scales, scale_strides, table_row, table_strides[1], num_blocks, lowest, end,
+            begin, items * _KEYS,
+        )  # fmt: skip
+        blocks = _first_blocks(keys, SHAPE)
         for i in gl.static_range(_STAGES):
-            key = begin + i * keys.step
-            _fetch(keys, _entry(keys, key, SHAPE), key, memory, ready, i, SHAPE)
+            _fetch(keys, blocks[i], begin + i * keys.step, memory, ready, i, SHAPE)
+        first = (blocks[0], blocks[1], blocks[_STAGES], _factors(keys, blocks[0], begin, SHAPE))
         results = Rows(out, summary + maxima, lows, highs, scale)
-        found = _load_queries(iq, iq_strides, row, s_q, heads, SHAPE)
-        weights = _load_weights(w, w_strides, row, s_q, heads, SHAPE)
         if iq.dtype.element_ty == gl.float16 or not SHAPE.narrow:
             _write_queries(queries, found)
-            worst, best, other = _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE)
+            worst, best, other = _score(
+                keys, first, memory, ready, queries, weights, results, best, other, False, SHAPE
+            )
         else:
-            narrow, less, is_same = _narrowed(found, weights)
+            narrow, less, is_same = _narrowed(found, weights, SHAPE)
             if is_same:
                 as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
                 _write_queries(as_fp16, narrow)
-                worst, best, other = _score(keys, begin, memory, ready, as_fp16, less, results, best, other, SHAPE)
+                worst, best, other = _score(
+                    keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE.doubled, SHAPE
+                )
             else:
                 _write_queries(queries, found)
-                worst, best, other = _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE)
+                worst, best, other = _score(
+                    keys, first, memory, ready, queries, weights, results, best, other, False, SHAPE
+                )
         if worst != 0:
             gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
-    if SHAPE.parts > 0:
-        offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
-        of_groups = out[None, :] + (summary + item * SHAPE.parts * _KEYS + offset_in_tile)[:, None]
-        gl.store(of_groups, best)
-        if SHAPE.parts == 2:
-            gl.store(of_groups + _KEYS, other)
+    if SHAPE.groups > 0:
+        of_program = out + (summary + item * SHAPE.groups)
+        if SHAPE.groups < _KEYS:  # keys that are far apart in a tile share a maximum
+            few: gl.constexpr = gl.BlockedLayout([1, ROWS], [32, 1], [4, 1], [1, 0])
+            best = gl.convert_layout(gl.max(best.reshape([_KEYS // SHAPE.groups, SHAPE.groups, ROWS]), 0), few)
+            at = gl.convert_layout(of_program, gl.SliceLayout(0, few))[None, :]
+            gl.store(at + gl.arange(0, SHAPE.groups, layout=gl.SliceLayout(1, few))[:, None], best)
+        else:
+            of_groups = of_program[None, :] + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))[:, None]
+            gl.store(of_groups, best)
+            if SHAPE.groups > _KEYS:
+                gl.store(of_groups + _KEYS, other)
     group_barrier()  # all have waited for their last tile
     invalidate_barriers((ready,))
 
 
 @gluon.jit
-def _score(keys, begin, memory, ready, queries, weights, results, best, other, SHAPE: gl.constexpr):
-    """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys."""
+def _score(
+    keys, first, memory, ready, queries, weights, results, best, other, DOUBLED: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys.
+
+    `first` has what was loaded for the first tiles. DOUBLED: weights are halved, and so max(x, 0) can be x + |x|, which
+    takes no instruction of the units that widen keys.
+    """
     ROWS: gl.constexpr = SHAPE.rows
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
-    worst = (begin * 0).to(gl.int64)
-    step = begin * 0  # tiles so far
-    block = _entry(keys, begin, SHAPE)
-    factor = _factors(keys, block, begin, SHAPE)
-    later = _entry(keys, begin + keys.step, SHAPE)
-    ahead = _entry(keys, begin + _STAGES * keys.step, SHAPE)
-    for key in range(begin, keys.end, keys.step):
+    worst = (keys.begin * 0).to(gl.int64)
+    step = keys.begin * 0  # tiles so far
+    block, later, ahead, factor = first
+    for key in range(keys.begin, keys.end, keys.step):
         # Loaded for the tiles that come, long before they are needed.
         next_factor = _factors(keys, later, key + keys.step, SHAPE)
         next_later = _entry(keys, key + 2 * keys.step, SHAPE)
@@ -265,20 +328,24 @@ def _score(keys, begin, memory, ready, queries, weights, results, best, other, S
         there = (block >= 0) & (block < keys.num_blocks)
         word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
         worst = gl.maximum(worst, gl.where(there, 0, word))
-        score = final_score(dots, weights, factor, results.scale, SHAPE)
+        if DOUBLED:
+            score = final_score(dots + gl.abs(dots), weights, factor, results.scale, False, SHAPE)
+        else:
+            score = final_score(dots, weights, factor, results.scale, SHAPE.relu, SHAPE)
         at = key + offset_in_tile
         seen = (at[:, None] >= results.lows[None, :]) & (at[:, None] < results.highs[None, :]) & there
         score = gl.where(seen & (score == score), score, float("-inf"))
         gl.store(results.out[None, :] + at[:, None], score)
-        if SHAPE.parts > 0:
+        if SHAPE.groups > 0:
             best = gl.maximum(best, score)
-            if SHAPE.parts == 2:
+            if SHAPE.groups > _KEYS:
                 best, other = other, best
+        if SHAPE.blocks:
             maxima_of_blocks = gl.max(score.reshape([_BLOCKS, _NEIGHBORS, ROWS]), 1)
             number = key // _NEIGHBORS + gl.arange(0, _BLOCKS, layout=gl.SliceLayout(1, SHAPE.block_layout))
             of_rows = gl.convert_layout(results.out, gl.SliceLayout(0, SHAPE.block_layout))
             gl.store(
-                of_rows[None, :] + (results.summary + number)[:, None],
+                of_rows[None, :] + (results.blocks + number)[:, None],
                 gl.convert_layout(maxima_of_blocks, SHAPE.block_layout),
             )
         block, later, ahead, factor = later, next_later, next_ahead, next_factor
@@ -287,40 +354,49 @@ def _score(keys, begin, memory, ready, queries, weights, results, best, other, S
 
 
 @gluon.jit
-def _load_queries(iq, iq_strides, row, s_q, heads, SHAPE: gl.constexpr):
-    """The heads of some rows; 0 past the last row or head."""
+def _load_queries(iq, iq_strides, row, heads, SHAPE: gl.constexpr):
+    """The heads of some rows; 0 past the last head."""
     column = gl.arange(0, SHAPE.rows * SHAPE.heads, layout=gl.SliceLayout(1, _ROWWISE))
     dims = gl.arange(0, _WIDTH, layout=gl.SliceLayout(0, _ROWWISE))
     rows, head = row + column // SHAPE.heads, column % SHAPE.heads
     at = rows.to(gl.int64) * iq_strides[0] + head.to(gl.int64) * iq_strides[1]
-    real = (rows < s_q) & (head < heads)
-    return gl.load(iq + at[:, None] + dims[None, :], mask=real[:, None], other=0.0)
+    if SHAPE.all_heads:
+        return gl.load(iq + at[:, None] + dims[None, :])
+    else:  # noqa: RET505, a constant condition
+        return gl.load(iq + at[:, None] + dims[None, :], mask=(head < heads)[:, None], other=0.0)
 
 
 @gluon.jit
-def _load_weights(w, w_strides, row, s_q, heads, SHAPE: gl.constexpr):
-    """The weights of the heads of some rows; 0 past the last row or head."""
+def _load_weights(w, w_strides, row, heads, SHAPE: gl.constexpr):
+    """The weights of the heads of some rows; 0 past the last head."""
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, grid))
     rows, head = row + column // SHAPE.heads, column % SHAPE.heads
     at = rows.to(gl.int64) * w_strides[0] + head * w_strides[1]
-    return gl.load(w + at, mask=(rows < s_q) & (head < heads), other=0.0).to(gl.float32)
+    if SHAPE.all_heads:
+        return gl.load(w + at).to(gl.float32)
+    else:  # noqa: RET505, a constant condition
+        return gl.load(w + at, mask=head < heads, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def _narrowed(queries, weights):
+def _narrowed(queries, weights, SHAPE: gl.constexpr):
     """Queries times a power of two in fp16, weights divided by it, and whether that changes no product of both."""
     flat = queries.reshape([queries.shape[0] * _WIDTH]).to(gl.float32)
-    exponent = gl.cast(gl.max(gl.abs(flat), 0), gl.int32, bitcast=True) >> 23
+    largest = gl.max(gl.abs(flat), 0)
+    exponent = gl.cast(largest, gl.int32, bitcast=True) >> 23
     exponent = gl.minimum(gl.maximum(exponent, 64), 141)  # a factor of at least 1: no query becomes 0
     up = gl.cast((268 - exponent) << 23, gl.float32, bitcast=True)  # the largest is then between 2**14 and 2**15
     down = gl.cast((exponent - 14) << 23, gl.float32, bitcast=True)
     wide, less = flat * up, weights * down
     narrow = wide.to(gl.float16)
-    # An infinite or NaN query remains one: its distance is NaN, which is not the maximum.
+    if SHAPE.doubled:
+        less, up = less * 0.5, up * 2.0
+    # A NaN query remains one: its distance is NaN, which is not the maximum.
     change = gl.max(gl.abs(narrow.to(gl.float32) - wide), 0) + gl.max(gl.abs(less * up - weights), 0)
-    return narrow.reshape([queries.shape[0], _WIDTH]), less, change == 0.0
+    is_same = (change == 0.0) & (largest < float("inf"))
+    return narrow.reshape([queries.shape[0], _WIDTH]), less, is_same
 
 
 @gluon.jit

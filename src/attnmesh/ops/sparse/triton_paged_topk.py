@@ -59,7 +59,7 @@ _launches: Recent[Launch] = Recent()
 
 def paged_topk(
     step: IndexerStep, gluon: ModuleType | None = None, *, tiles: IndexerTiles | None = None, span: int | None = None,
-    block: int | None = None, workspace: int = _WORKSPACE,
+    block: int | None = None, workspace: int = _WORKSPACE, parts: int | None = None,
 ) -> TopKIndices:  # fmt: skip
     """`triton_topk.topk` for the tokens iq [B, T, heads, d] of a decode step, over keys first <= p < end [B, T].
 
@@ -91,13 +91,26 @@ def paged_topk(
     items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
     # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
-    parts = 1 if items * tiles.keys >= 4 * topk else 2
-    maxima = items * parts * tiles.keys
+    of_item = tiles.keys if items * tiles.keys >= 4 * topk else 2 * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)
-    if 2 * topk > (wide if capacity <= wide else min(wide, maxima)) or capacity <= block:
+    if 2 * topk > (wide if capacity <= wide else min(wide, items * of_item)) or capacity <= block:
         wide = 0  # a summary would not help
     row_len = max(1, _ceil(capacity, tiles.keys)) * tiles.keys
-    row_size = row_elements(row_len, block, maxima)
+    selects = gluon if gluon is not None and wide and block >= gluon.MIN_BLOCK else None
+    if selects is None:
+        parts = 0
+    elif parts is None:  # a program for every multiprocessor
+        parts = min(selects.PARTS, _previous_power_of_2(_multiprocessors(iq.device) // (batch * tokens)))
+    if parts:
+        while of_item > 16 and items * of_item >= 8 * topk:
+            of_item //= 2  # every program reads all of them
+        summary = row_len + 2 * parts * block + _ceil(parts, 16) * 16
+        maxima = items * of_item
+        row_size = summary + _ceil(maxima, 16) * 16
+    else:
+        summary = row_len + 3 * block
+        maxima = items * of_item
+        row_size = row_elements(row_len, block, maxima)
     at_once = min(groups, max(1, workspace // (4 * tiles.rows * row_size)))
     buffer = torch.empty(at_once * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
@@ -117,11 +130,12 @@ def paged_topk(
                     _launches, gluon.score_kernel, (count * items,),
                     (
                         iq, iq.stride()[:2], descriptor, scales, strides_of_scales, table, table.stride(), errors,
-                        faults, tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
-                        batch * tokens, capacity, heads, scale, first, items,
+                        faults, tokens, keys.num_blocks, w, w.stride(), lo, hi, buffer, row_size, summary, maxima,
+                        capacity, heads, scale, first, items,
                     ),
                     SHAPE=gluon.shape_of(
-                        tiles.rows, head_tile(heads), relu, block, keys.block_size, parts if wide else 0, span
+                        tiles.rows, heads, relu, keys.block_size, of_item if wide else 0,
+                        wide > 0 and not parts, span,
                     ), num_warps=4, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
             else:
@@ -135,18 +149,29 @@ def paged_topk(
                     ),
                     RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
                     ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
-                    BLOCK_SIZE=keys.block_size, PARTS=parts if wide else 0, EARLY=early,
+                    BLOCK_SIZE=keys.block_size, PARTS=of_item // tiles.keys if wide else 0, EARLY=early,
                     num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
-            if gluon is not None and wide and block >= gluon.MIN_BLOCK:
+            if selects is not None:
                 indices, scores, lengths = found
+                if parts:
+                    repeat(
+                        _launches, selects.gather_kernel, (count * tiles.rows * parts,),
+                        (
+                            lo, hi, buffer, buffer.view(torch.int32), capacity, topk, row_len, row_size, summary,
+                            maxima, first * tiles.rows,
+                        ),
+                        SHAPE=selects.selection(tiles.rows, block, wide, parts, selects.PART_WARPS),
+                        num_warps=selects.PART_WARPS, launch_pdl=True,
+                    )  # fmt: skip
                 repeat(
-                    _launches, gluon.select_kernel, (count * tiles.rows,),
+                    _launches, selects.select_kernel, (count * tiles.rows,),
                     (
                         lo, hi, indices, scores.view(torch.int32), lengths, buffer, buffer.view(torch.int32),
-                        errors, faults, tokens, capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
+                        errors, faults, tokens, capacity, topk, row_len, row_size, summary, maxima, first * tiles.rows,
+                        items,
                     ),
-                    SHAPE=gluon.Selection(tiles.rows, block, wide), num_warps=_SELECT_WARPS, launch_pdl=True,
+                    SHAPE=selects.selection(tiles.rows, block, wide, parts), num_warps=selects.WARPS, launch_pdl=True,
                 )  # fmt: skip
                 continue
             repeat(
@@ -163,6 +188,10 @@ def paged_topk(
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _previous_power_of_2(n: int) -> int:
+    return 1 << n.bit_length() >> 1
 
 
 @functools.cache
