@@ -119,6 +119,7 @@ def test_heads_and_lengths(mask, q_len, kv_len, heads):
     ("mask", "widths"),
     first(1, in_turn(["causal", "union"], [
         (192, 128), (128, 128), (128, 64), (32, 80), (256, 256), (192, 192), (136, 120), (128, 256), (256, 40),
+        (160, 64),
     ])),
 )  # fmt: skip
 def test_widths(mask, widths):
@@ -316,7 +317,7 @@ PLANTED_WITH_SHARED_KEYS = {
     "ds is not fenced": ("memory.ds.index(0).store(ds)\n            fence_async_shared()",
                          "memory.ds.index(0).store(ds)"),
     "grad_q is that of the next rows": (
-        "if step + HALF > 0:\n                head", "if step >= 0:\n                head"),
+        "if step >= LATE:\n                head", "if step >= 0:\n                head"),
 }  # fmt: skip
 
 
@@ -325,7 +326,13 @@ PLANTED_BY_HALF = {
                                 "finished = warpgroup_mma_wait(1, acc_k + acc_v)"),
     "the second half has the terms of the first": (
         "memory.delta.index(stage).slice(half * ROWS, ROWS)", "memory.delta.index(stage).slice(0, ROWS)"),
-    "ds is read before the other has written it": ("mbarrier.wait(barriers.ds_ready.index(0), step // 2 & 1)", "pass"),
+    "ds is read before the other has written it": (
+        "mbarrier.wait(barriers.ds_ready.index(0), step & 1 ^ 1)", "pass"),
+    "ds of the same step is multiplied": ("(step + 1) % 2, FIRST + half", "step % 2, FIRST + half"),
+    "grad_q is used too early": ("K_BLOCKS + V_BLOCKS, [part]", "K_BLOCKS + V_BLOCKS + 1, [part]"),
+    "a block of grad_q is overwritten before it is added": (
+        "mbarrier.wait(barriers.grad_q_free.index(HALF), (use & 1) ^ 1)", "pass"),
+    "the last grad_q is left out": ("1 if HALF == 0 or SHAPE.halved else 0", "1 if HALF == 0 else 0"),
 }  # fmt: skip
 
 
@@ -355,8 +362,10 @@ def test_the_emulation_finds_faults_by_half(fault):
 
 PLANTED_IN_TURNS = {
     "a program adds before its turn": ("while seen < turns.before:", "while seen < 0:"),
+    "the counter of other rows is read ahead": (
+        "seen = _seen(turns, next_head, next_row, work)", "seen = _seen(turns, head, row, work)"),
     "a program ends its turn before its sums are in memory": (
-        "wait_for_adds()\n                _end_turn(turns, head, row, work)", "_end_turn(turns, head, row, work)"),
+        "wait_for_adds()\n        _end_turn(turns, head, row, work)", "_end_turn(turns, head, row, work)"),
     "a key tile that no row sees is waited for": ("stops > 0, tiles + 1", "stops >= 0, tiles + 1"),
     "rows that the last tile does not have are waited for": ("before = last", "before, stop = last, work.q_len"),
     "the rows of the last tile are not": ("mask=tiles < before, other=0", "mask=tiles < before - 1, other=0"),
@@ -415,7 +424,7 @@ def tolerated_spills(kernel: dict) -> int:
     _, _, key_dim, value_dim, how = kernel["case"]
     if max(key_dim, value_dim) <= 64:
         return 8 if "softcap" in how else 0
-    most = 136 if "softcap" in how and key_dim + value_dim > 256 else 144 if "ordered" in how else 96
+    most = 144 if "ordered" in how or key_dim + value_dim > 256 else 96
     newer = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # spills up to 24 bytes more
     return most + 24 if newer and key_dim + value_dim > 256 else most
 
@@ -443,8 +452,9 @@ def expected_waits(
     if shared_keys:
         # The first consumer has a step of grad_q after its loop.
         return 2 + 2 * (blocks // 2) + 2 + (blocks - blocks // 2)
-    if key_dim + value_dim > 256:
-        return 2 * (2 * 3 + blocks)
+    if key_dim + value_dim > 256 or key_dim > 128:
+        # A wait for scores and grad_weights of each half; after the loop, both consumers have a step of grad_q.
+        return 2 * (2 * 2 + 1 + blocks)
     steps = 2 if needs_q and paired else 1
     return 2 * (3 * steps + 1 + (needs_q and paired))
 
@@ -462,7 +472,7 @@ KERNELS = [
     ("bounds", "bfloat16", 128, 128, {"ordered": True}),
     ("full", "float16", 32, 48, {"softcap": 30.0}), ("causal", "bfloat16", 192, 128, {}),
     ("bounds", "bfloat16", 192, 128, {"overwrite": True}), ("full", "bfloat16", 192, 128, {"softcap": 30.0}),
-    ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
+    ("causal", "bfloat16", 192, 64, {}), ("causal", "bfloat16", 256, 256, {"shared_keys": True}),
     ("bounds", "bfloat16", 192, 192, {"shared_keys": True, "grad_out_stages": 2}),
     ("bounds", "bfloat16", 128, 128, {"alibi": True, "paired": False}),
     ("causal", "bfloat16", 64, 64, {"alibi": True, "stages": 4, "held": True}),
@@ -471,7 +481,7 @@ KERNELS = [
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("cases", [KERNELS[:8], KERNELS[8:14], KERNELS[14:]], ids=["narrow", "wide", "slopes"])
+@pytest.mark.parametrize("cases", [KERNELS[:8], KERNELS[8:15], KERNELS[15:]], ids=["narrow", "wide", "slopes"])
 def test_every_kernel_compiles(cases):
     assert_sound(compiled_for_hopper(__file__, cases))
 
@@ -537,7 +547,7 @@ def test_deterministic_on_hopper(device, mask, widths):
     case = Case(mask, 2000, 2000, (8, 2), *widths, dtype=torch.bfloat16, device=device)
     expected = case.ordered(gluon_backward)
     case.compare(expected)
-    for _ in range(5):
+    for _ in range(20):
         found = case.ordered(gluon_backward)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     if mask != "causal" and max(widths) <= 128:
@@ -547,11 +557,13 @@ def test_deterministic_on_hopper(device, mask, widths):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("head_dim", "shared_keys"), [(128, False), (128, True), (256, True)])
-def test_the_same_bits_again_and_again_on_hopper(device, head_dim, shared_keys):
+@pytest.mark.parametrize(
+    ("widths", "shared_keys"), [((128, 128), False), ((128, 128), True), ((192, 128), False), ((256, 256), True)]
+)
+def test_the_same_bits_again_and_again_on_hopper(device, widths, shared_keys):
     """A result that moves is a race: dk and dv are sums of one program (dq is not), of many items, many times."""
     torch.manual_seed(0)
-    case = Case("causal", 3000, 3000, (16, 4), head_dim, dtype=torch.bfloat16, device=device)
+    case = Case("causal", 3000, 3000, (16, 4), *widths, dtype=torch.bfloat16, device=device)
     first: list[torch.Tensor] = []
     for _ in range(20):
         grads = [torch.zeros(x.shape, dtype=torch.float32, device=device) for x in (case.q, case.k, case.v)]

@@ -34,10 +34,10 @@ class BackwardTiles(NamedTuple):
 
     `stages` of q and grad_out in shared memory. A program sums over `heads` query heads of a group (None: all of them;
     else programs add to grad_k and grad_v atomically). `paired`: ds is exchanged once in two steps, and a turn of the
-    loop has two. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys, of which one
-    consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always. Programs of
-    `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves). `ordered`:
-    key tiles add to grad_q one after another; only in pairs of steps.
+    loop has two; not for wide heads. `held`: keys and values stay in registers. `shared_keys`: a program has 64 keys,
+    of which one consumer has grad_v and the other grad_k, and `grad_out_stages`; for heads too wide for 128, always.
+    Programs of `section` KV heads, or shares of their groups, run together (None: of as many as the L2 cache serves).
+    `ordered`: key tiles add to grad_q one after another; only in pairs of steps.
     """
 
     stages: int = 2
@@ -326,23 +326,23 @@ def _launch(
     needs_q, scores = grad_q is not None, grad_q is not None or grad_k is not None
     widths = _width(q), _width(v)
     shared_keys = scores and (tiles.shared_keys or _too_wide(*widths))
-    halved = scores and grad_v is not None and not shared_keys and sum(widths) > _MOST_COLUMNS
-    paired = tiles.paired or shared_keys or halved
-    narrow = TILE if shared_keys or halved else 2 * TILE
+    halved = scores and grad_v is not None and not shared_keys and (sum(widths) > _MOST_COLUMNS or widths[0] > 2 * TILE)
+    wide = shared_keys or halved
+    narrow = TILE if wide else 2 * TILE
     key_block, key_blocks = _blocks(key_dim, narrow)
     value_block, value_blocks = _blocks(value_dim, narrow)
-    query_block = key_block if paired else key_block // 2
-    unrolled = 2 if paired and not shared_keys and (needs_q or not scores) else 1
+    query_block = key_block if tiles.paired or wide else key_block // 2
+    unrolled = 2 if tiles.paired and not wide and (needs_q or not scores) else 1
     keys = TILE if shared_keys else 2 * TILE
     stages = tiles.stages if scores else _stages_of_values(*widths)
     # With one use in a turn of the loop, ptxas 12.8 gives the registers of what is held to other values.
-    held = tiles.held and tiles.paired and needs_q and not shared_keys and not halved
+    held = tiles.held and tiles.paired and needs_q and not wide
     bounded, ordered = visible.first is not None, tiles.ordered and needs_q
     shape = Shape(
         needs_q, ordered, scores, grad_v is not None, shared_keys, halved, bounded, causal,
         splits > 1, overwrite,
         key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
-        stages, tiles.grad_out_stages if shared_keys else stages, unrolled, paired, held,
+        stages, tiles.grad_out_stages if shared_keys else stages, unrolled, tiles.paired, held,
     )  # fmt: skip
     blocks = (
         descriptor(q, [1, 1, TILE, key_block]), descriptor(grad_out, [1, 1, TILE, value_block]),

@@ -6,22 +6,23 @@ It recomputes the weights p from the log-sum-exp of the whole softmax::
     grad_v += p^T @ grad_out          ds = p * (grad_out @ v^T - delta)
     grad_q += scale * ds @ k          grad_k += scale * ds^T @ q
 
-A program has four groups of warps:
+A program has four or five groups of warps:
 
 - the producer copies a tile of q and grad_out, and the terms of its rows, two or more tiles ahead;
 - two consumers each have 64 of the keys, whose gradients they keep in registers. Scores are computed transposed,
   [keys, rows]: p^T and ds^T are left operands of the next products as they are, without leaving registers;
-- the store warp lets the copy engine (TMA) add finished tiles of grad_q to memory.
+- a store warp, or one for each consumer, lets the copy engine (TMA) add finished tiles of grad_q to memory.
 
 grad_q sums over all keys: the consumers exchange ds in shared memory. In pairs of steps, each multiplies the ds
 of the rows of one step with k; else each multiplies the ds of every step with half of the columns of k. The scores of
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
 
 Wide heads leave less room (`gluon_backward_wide`). Their tiles are in blocks of 64 columns, and finished grad_q leaves
-registers by block. Up to 320 columns of sums (192/128), consumers have the scores of 32 rows at a time. Beyond,
-shared memory does not hold 128 keys: the consumers share 64. One computes the weights and has grad_v; the other
-gets the weights in float32 through shared memory, computes ds and has grad_k; each has half of the columns of grad_q.
-One computes weights while the other multiplies.
+registers by block. Up to 320 columns of sums (192/128), consumers have the
+scores of 32 rows at a time. Each multiplies the ds of the previous step with some blocks of k, while the other may be
+behind. Beyond, shared memory does not hold 128 keys: the consumers share 64. One computes the weights and has grad_v;
+the other gets the weights in float32 through shared memory, computes ds and has grad_k; each has half of the columns of
+grad_q. One computes weights while the other multiplies.
 
 The least cycles of a tile of 64 keys and 64 rows on one processor, for the five products, and of shared memory at 128
 bytes per cycle (operands, weights and ds, what is loaded, and grad_q, written and read), and the bytes that a processor
@@ -57,6 +58,7 @@ from attnmesh.ops.dense.gluon_backward_memory import (
     Turns,
     Work,
     add_blocks,
+    add_in_turn,
     add_rows,
     load,
     next_row,
@@ -212,15 +214,25 @@ def backward_kernel(
             [(differentiate_by_half, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (differentiate_by_half, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, turns, memory, barriers, work, SHAPE))],
-            [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
+             (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
+             (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
+            [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
+        )  # fmt: skip
+    elif SHAPE.ordered:
+        gl.warp_specialize(
+            [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (add_in_turn, (0, grad_q, turns, memory, barriers, work, SHAPE)),
+             (add_in_turn, (1, grad_q, turns, memory, barriers, work, SHAPE))],
+            [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, turns, memory, barriers, work, SHAPE))],
+             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     invalidate_barriers(barriers)

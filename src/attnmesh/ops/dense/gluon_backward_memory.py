@@ -1,17 +1,18 @@
-"""The shared memory of a program of the backward in Gluon, the producer that fills it, and the warp that stores grad_q.
+"""The shared memory of a program of the backward in Gluon, the producer that fills it, and the warps that store grad_q.
 
 The producer copies keys and values, and then a tile of q and grad_out and the terms of its rows for every step, some
-steps ahead. The store warp lets the copy engine (TMA) add finished tiles of grad_q to memory. Stage `step % STAGES` is
+steps ahead. Store warps let the copy engine (TMA) add finished tiles of grad_q to memory. Stage `step % STAGES` is
 used for the `step // STAGES`-th time; warps wait for the parity of that number, and waiting for the phase before the
 first succeeds at once.
 
 If adds are `ordered`, key tiles add to each 64 rows of a head one after another, from the first to the last, so that
-every sum has one order. A counter in memory says which tiles have added (`Turns`). A program waits for programs of
-earlier key tiles only, which started before it. It begins with the last rows, and has all heads of a group before the
-rows above: with a causal mask, programs that start together all begin with the last rows, and each is late by one add
-per earlier tile. (Head by head, each head would begin with the last rows again, and programs of later key tiles, which
-have fewer rows, would wait there for the first. Rows in ascending order would let a program begin with rows that the
-programs before it have after some steps.)
+every sum has one order. A counter in memory says which tiles have added (`Turns`). Each consumer has a store warp. It
+reads the counter of the next rows while sums are on their way to memory. A program waits for programs of earlier key
+tiles only, which started before it. It begins with the last rows, and has all heads of a group before the rows above:
+with a causal mask, programs that start together all begin with the last rows, and each is late by one add per earlier
+tile. (Head by head, each head would begin with the last rows again, and programs of later key tiles, which have fewer
+rows, would wait there for the first. Rows in ascending order would let a program begin with rows that the programs
+before it have after some steps.)
 """
 
 # Kernels are written in Gluon's language, whose names have no Python types.
@@ -206,7 +207,7 @@ def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
-def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
+def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
     """Lets the copy engine add the tiles of grad_q that the consumers leave in shared memory."""
     WIDTH: gl.constexpr = SHAPE.q_block
     ROUNDS: gl.constexpr = SHAPE.q_rounds
@@ -216,19 +217,12 @@ def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
             # The rows of both halves: of two steps, or the same.
             next_head, next_row = next_rows(head, row, work, SHAPE)
             other_head, other_row = (next_head, next_row) if SHAPE.paired else (head, row)
-            if SHAPE.ordered:
-                _wait_for_turn(turns, head, row, work)
-                _wait_for_turn(turns, other_head, other_row, work)
             for i in gl.static_range(ROUNDS):
                 column = i * WIDTH if SHAPE.paired else WIDTH
                 _add_block(grad_q, memory, barriers, work.batch, head, row, i * WIDTH, step * ROUNDS + i, 0)
                 _add_block(grad_q, memory, barriers, work.batch, other_head, other_row, column, step * ROUNDS + i, 1)
                 _release(barriers, 0, 1)
                 _release(barriers, 1, 0)
-            if SHAPE.ordered:
-                wait_for_adds()
-                _end_turn(turns, head, row, work)
-                _end_turn(turns, other_head, other_row, work)
             if SHAPE.paired:
                 head, row = next_rows(next_head, next_row, work, SHAPE)
             else:
@@ -236,21 +230,44 @@ def add_rows(grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def add_in_turn(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
+    """Lets the copy engine add the tiles of grad_q of one consumer, each after those of earlier key tiles."""
+    head, row = work.head, work.start
+    if HALF == 1:
+        head, row = next_rows(head, row, work, SHAPE)
+    seen = _seen(turns, head, row, work)
+    pairs = work.steps // 2
+    for pair in range(pairs):
+        while seen < turns.before:
+            seen = _seen(turns, head, row, work)
+        _add_block(grad_q, memory, barriers, work.batch, head, row, 0, pair, HALF)
+        # The counter of the next rows is read while these sums are on their way.
+        other_head, other_row = next_rows(head, row, work, SHAPE)
+        next_head, next_row = next_rows(other_head, other_row, work, SHAPE)
+        if pair + 1 < pairs:
+            seen = _seen(turns, next_head, next_row, work)
+        _release(barriers, HALF, 0)
+        wait_for_adds()
+        _end_turn(turns, head, row, work)
+        head, row = next_head, next_row
+
+
+@gluon.jit
 def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.constexpr):
-    """Lets the copy engine add the blocks of grad_q of one consumer, where the consumers share keys."""
-    WIDTH: gl.constexpr = SHAPE.q_block
+    """Lets the copy engine add the blocks of grad_q of one consumer."""
     FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
     ROUNDS: gl.constexpr = SHAPE.k_blocks - FIRST if HALF == 1 else SHAPE.k_blocks // 2
+    # A consumer that multiplies the ds of the previous step has a step more: it begins with rows that do not exist.
+    LATE: gl.constexpr = 1 if HALF == 0 or SHAPE.halved else 0
     if grad_q is not None and ROUNDS > 0:
         head, row = work.head, work.start
-        for step in range(work.steps + 1 - HALF):
-            # The first has a step more: it begins with rows that do not exist.
-            real = gl.where(step + HALF > 0, row, work.q_len)
+        for step in range(work.steps + LATE):
+            real = gl.where(step >= LATE, row, work.q_len)
             for i in gl.static_range(ROUNDS):
-                column = (FIRST + i) * WIDTH
+                column = (FIRST + i) * SHAPE.q_block
                 _add_block(grad_q, memory, barriers, work.batch, head, real, column, step * ROUNDS + i, HALF)
                 _release(barriers, HALF, 0)
-            if step + HALF > 0:
+            if step >= LATE:
                 head, row = next_rows(head, row, work, SHAPE)
 
 
@@ -270,12 +287,12 @@ def _release(barriers, HALF: gl.constexpr, UNDER_WAY: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_turn(turns, head, row, work):
-    """Waits until every earlier key tile with these rows has added to them."""
+def _seen(turns, head, row, work):
+    """The number of the last tile that has added to some rows, plus 1; at least `before` if nobody is waited for."""
+    seen = turns.before
     if row < gl.minimum(turns.stop, work.q_len):
         seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
-        while seen < turns.before:
-            seen = gl.atomic_add(_done(turns, head, row), 0, sem="acquire")
+    return seen
 
 
 @gluon.jit

@@ -21,12 +21,18 @@ _TILE = gl.constexpr(TILE)
 
 @gluon.jit
 def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
-    """The gradients of 64 keys, with the scores of 32 rows at a time, and grad_q of every other step."""
+    """The gradients of 64 keys, with the scores of 32 rows at a time, and some columns of grad_q.
+
+    grad_q is of the previous step, whose ds is ready. A consumer multiplies one or two of its three blocks of columns,
+    each before it adds to the sums: a block leaves registers while these products run.
+    """
     STAGES: gl.constexpr = SHAPE.stages
     K_BLOCK: gl.constexpr = SHAPE.k_block
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCK: gl.constexpr = SHAPE.v_block
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
+    FIRST: gl.constexpr = HALF * (K_BLOCKS // 2)  # of the blocks of grad_q, two of them the second consumer's
+    ROUNDS: gl.constexpr = 1 + HALF if SHAPE.needs_q else 0
     ROWS: gl.constexpr = _TILE // 2
     dtype: gl.constexpr = memory.k.dtype
     grad_k, grad_k_strides, grad_v, grad_v_strides = grads
@@ -38,7 +44,6 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     my_keys = work.key_begin + HALF * _TILE
     acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
     acc_v = zero_blocks(V_BLOCK, V_BLOCKS, v_grid)
-    no_grad_q = gl.zeros([_TILE, K_BLOCK], gl.float32, k_grid)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -48,16 +53,20 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     for turn in range(work.steps):
         step = origin + turn
         stage = step % STAGES
-        second = step & 1  # of a pair
         mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, 0, ROWS)
         mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)
+        grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, 0, ROWS)
         for half in gl.static_range(2):
-            products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, half * ROWS, ROWS)
-            grad_weights = score(
-                memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, half * ROWS, ROWS
-            )
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
-            products = warpgroup_mma_wait(V_BLOCKS, [products])
+            if half == 0:
+                products = warpgroup_mma_wait(V_BLOCKS, [products])
+            else:
+                # And what the first rows added to the sums.
+                finished = warpgroup_mma_wait(V_BLOCKS, (products,) + acc_k + acc_v)
+                products = finished[0]
+                acc_k = finished[1 : 1 + K_BLOCKS]
+                acc_v = finished[1 + K_BLOCKS :]
             weights, capped = weights_of(
                 products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid,
                 half * ROWS, ROWS,
@@ -70,34 +79,42 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
             ds = grad_scores.to(dtype)
             if SHAPE.needs_q:
                 if half == 0:
-                    # Both have multiplied the ds of the last pair; in a second step, this is known.
-                    mbarrier.wait(barriers.ds_free.index(0), (step // 2 + 1) & 1)
-                memory.ds.index(2 * second + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
+                    # The ds of the last step is ready, and both have multiplied the one before, which this overwrites.
+                    # In the first step nothing is: what is multiplied then is added to rows that do not exist.
+                    mbarrier.wait(barriers.ds_ready.index(0), step & 1 ^ 1)
+                memory.ds.index(2 * (step % 2) + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
+            if half < ROUNDS:
+                part = _exchanged(memory, drift, (step + 1) % 2, FIRST + half, K_BLOCK, K_BLOCKS)
             # grad_v not before ds: there are no registers for the weights in both precisions.
             left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
             acc_v = add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
             ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
             acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
-            finished = warpgroup_mma_wait(0, acc_k + acc_v)
-            acc_k = finished[:K_BLOCKS]
-            acc_v = finished[K_BLOCKS:]
-        mbarrier.arrive(barriers.q_free.index(stage), count=1)
-        row = next_row(row, work)
-        if SHAPE.needs_q:  # noqa: SIM102 - known to the compiler, unlike the step
-            if second == 1:
+            if half < ROUNDS:
+                part = warpgroup_mma_wait(K_BLOCKS + V_BLOCKS, [part])
+            if SHAPE.needs_q and half == 1:
                 fence_async_shared()
                 mbarrier.arrive(barriers.ds_ready.index(0), count=1)
-                mbarrier.wait(barriers.ds_ready.index(0), step // 2 & 1)
-                for i in gl.static_range(K_BLOCKS):
-                    part = _exchanged(memory, drift, HALF, i, K_BLOCKS, no_grad_q)
-                    part = warpgroup_mma_wait(0, [part])
-                    if i == K_BLOCKS - 1:
-                        mbarrier.arrive(barriers.ds_free.index(0), count=1)
-                    mbarrier.wait(barriers.grad_q_free.index(HALF), (step // 2 * K_BLOCKS + i & 1) ^ 1)
-                    memory.grad_q.index(HALF).store(part * scale)
-                    fence_async_shared()
-                    mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
-        drift = drift * 2
+            if half < ROUNDS:
+                _leave(part * scale, HALF, step * ROUNDS + half, memory, barriers)
+            drift = drift * 2
+            if half == 0:
+                products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, ROWS, ROWS)
+                grad_weights = score(
+                    memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, ROWS, ROWS
+                )
+        # The compiler would serialize products that are under way from one turn to the next.
+        finished = warpgroup_mma_wait(0, acc_k + acc_v)
+        acc_k = finished[:K_BLOCKS]
+        acc_v = finished[K_BLOCKS:]
+        mbarrier.arrive(barriers.q_free.index(stage), count=1)
+        row = next_row(row, work)
+    if SHAPE.needs_q:
+        mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1 ^ 1)
+        for i in gl.static_range(ROUNDS):
+            part = _exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, K_BLOCK, K_BLOCKS)
+            part = warpgroup_mma_wait(0, [part])
+            _leave(part * scale, HALF, work.steps * ROUNDS + i, memory, barriers)
     if grad_k is not None:
         for i in gl.static_range(K_BLOCKS):
             sums = acc_k[i] * scale
@@ -108,14 +125,23 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
 
 
 @gluon.jit
-def _exchanged(memory, drift, HALF: gl.constexpr, BLOCK: gl.constexpr, K_BLOCKS: gl.constexpr, nothing):
-    """Starts a block of columns of grad_q for the rows of one of two steps: ds of both consumers, times k."""
-    part = nothing
+def _exchanged(memory, drift, which, BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, K_BLOCKS: gl.constexpr):
+    """Starts a block of columns of grad_q for the rows of a step: ds of both consumers, times k."""
+    part = gl.zeros([_TILE, K_BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16]))
     for half in gl.static_range(2):
-        left = memory.ds.index(2 * (drift + HALF) + half).permute([1, 0])
+        left = memory.ds.index(2 * which + half).permute([1, 0])
         right = memory.k.index((drift + half) * K_BLOCKS + BLOCK)
         part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
     return part
+
+
+@gluon.jit
+def _leave(part, HALF: gl.constexpr, use, memory, barriers):
+    """Leaves a block of grad_q for the copy engine."""
+    mbarrier.wait(barriers.grad_q_free.index(HALF), (use & 1) ^ 1)
+    memory.grad_q.index(HALF).store(part)
+    fence_async_shared()
+    mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
 
 
 @gluon.jit
@@ -279,7 +305,4 @@ def _finish_grad_q(
         part = warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND, [parts[i]])
         if HALF == 0 and i == ROUNDS - 1:
             mbarrier.arrive(barriers.ds_free.index(0), count=1)
-        mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)
-        memory.grad_q.index(HALF).store(part * scale)
-        fence_async_shared()
-        mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
+        _leave(part * scale, HALF, uses * ROUNDS + i, memory, barriers)
