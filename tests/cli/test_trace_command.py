@@ -44,7 +44,8 @@ def traced_case(schedule, **changed):
 
 def workload(case: TraceCase, world: int) -> Workload:
     mask, shape = parse_mask(case.mask, case.length), Shape(1, case.q_heads, case.kv_heads, case.head_dim, 2, 4)
-    return Workload(shards(mask, LAYOUTS[case.layout], case.length, world), shape, case.ranks_per_node or world)
+    positions, ranks_per_node = shards(mask, LAYOUTS[case.layout], case.length, world), case.ranks_per_node or world
+    return Workload(positions, shape, ranks_per_node, device=case.device)
 
 
 def working(plan: RingPlan, rank: int) -> int:
@@ -62,7 +63,7 @@ def kernels(schedule: str, workload: Workload, rank: int) -> int:
         plan = two_level_plan(workload.shards, workload.ranks_per_node)
         return sum(working(plan.inner_ring(node, stage), i) for stage in range(len(plan.outer_offsets)))
     share = head_share(workload.shape.q_heads, workload.shape.kv_heads, workload.ranks_per_node, i)
-    between = Workload(node_shards(workload.shards, workload.ranks_per_node), workload.shape, 1)
+    between = Workload(node_shards(workload.shards, workload.ranks_per_node), workload.shape, 1, device=workload.device)
     if schedule == "ulysses+allgather":
         return sum(len(head_groups(len(kv))) for _, kv in share.segments)
     return len(share.segments) * kernels("ring", between, node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from functools import cached_property
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from attnmesh.core import ranges
 from attnmesh.core.mask import sequence_intervals
 from attnmesh.core.ranges import Ranges
-from attnmesh.plan.ring import RingPlan, Transfers
+from attnmesh.plan.ring import RingPlan, Transfers, packed_once
 from attnmesh.plan.shards import Shards
 from helpers.masks import covered, visible_pairs
 
@@ -68,20 +69,29 @@ class Truth:
 
 
 def check_route(plan: RingPlan, needed: dict[tuple[int, int], set[int]]) -> None:
-    """Every rank has exactly the rows it needs at every stage, and gradients of all of them return exactly once."""
-    held = {rank: rows_in(ranges.rows_of(keys)) for rank, keys in enumerate(plan.shards.keys)}
-    own = dict(held)
+    """Every rank has exactly the rows it needs at every stage, and gradients of all of them return exactly once.
+
+    A row is a pair of its owner and its place in the owner's shard.
+    """
+    own = {rank: [(rank, row) for row in range(ranges.size(keys))] for rank, keys in enumerate(plan.shards.keys)}
+    held = dict(own)
     grads: dict[int, list[Counter]] = {}
     home = {block: [Counter() for _ in rows] for block, rows in own.items()}
-    for at, offset in enumerate(plan.offsets):
+    for at in range(plan.count):
         stages = [plan.stages(rank)[at] for rank in range(plan.world)]
         for rank, stage in enumerate(stages):
-            assert stage.block == (rank - offset) % plan.world
-            assert rows_in(stage.keys) == held[rank]
-            assert all(a.stop < b.start for a, b in zip(stage.keys, stage.keys[1:], strict=False))
-            assert set(held[rank]) == (needed[rank, stage.block] if at else set(own[rank]))
-            expected = ranges.as_tensor(plan.shards.keys[stage.block])[rows_in(stage.keys)]
-            assert torch.equal(ranges.as_tensor(stage.patch.k), expected)
+            offsets = [plan.offsets[visit] for visit in plan.visits(at)]
+            assert [block.owner for block in stage.blocks] == [(rank - offset) % plan.world for offset in offsets]
+            assert len(held[rank]) == stage.size
+            for owner, rows, places in stage.blocks:
+                assert all(a.stop < b.start for a, b in pairwise(rows))
+                assert set(rows_in(rows)) == (needed[rank, owner] if at else {row for _, row in own[rank]})
+                assert [row for piece in places for row in piece.rows] == rows_in(rows)
+                there = [held[rank][to] for piece in places for to in piece.to]
+                assert there == [(owner, row) for row in rows_in(rows)]
+            expected = [ranges.as_tensor(plan.shards.keys[owner])[row] for owner, row in held[rank]]
+            assert ranges.as_tensor(stage.patch.k).tolist() == expected
+            assert at == 0 or expected == sorted(expected)
             assert stage.patch.q == plan.shards.queries[rank]
             if at:
                 grads.setdefault(rank, [Counter() for _ in held[rank]])
@@ -89,7 +99,8 @@ def check_route(plan: RingPlan, needed: dict[tuple[int, int], set[int]]) -> None
                     found[row, rank] += 1
             assert not (at == 0 and (stage.sent or stage.received or stage.from_owner or stage.returned))
             assert all(len(transfer.rows) == 1 for transfer in (*stage.sent, *stage.returned))
-        after = [plan.stages(rank)[at + 1] for rank in range(plan.world)] if at + 1 < len(plan.offsets) else []
+            check_packed(stage.own_sent)
+        after = [plan.stages(rank)[at + 1] for rank in range(plan.world)] if at + 1 < plan.count else []
         check_matched(
             [transfer for stage in stages for transfer in (*stage.sent, *stage.own_sent)],
             [transfer for stage in after for transfer in (*stage.received, *stage.from_owner)],
@@ -101,8 +112,8 @@ def check_route(plan: RingPlan, needed: dict[tuple[int, int], set[int]]) -> None
         for stage in stages:
             for transfer in stage.returned:
                 for row, to in zip(rows_in(transfer.rows), rows_in(transfer.to), strict=True):
-                    home[stage.block][to] += grads[transfer.source][row]
-        arriving = {rank: [None] * ranges.size(stage.keys) for rank, stage in enumerate(after)}
+                    home[transfer.target][to] += grads[transfer.source][row]
+        arriving = {rank: [None] * stage.size for rank, stage in enumerate(after)}
         arriving_grads = {rank: [Counter() for _ in rows] for rank, rows in arriving.items()}
         for rank, stage in enumerate(after):
             for transfers, source_rows in ((stage.received, held), (stage.from_owner, own)):
@@ -117,9 +128,20 @@ def check_route(plan: RingPlan, needed: dict[tuple[int, int], set[int]]) -> None
         held, grads = arriving, arriving_grads
     for block, rows in own.items():
         others = [rank for rank in range(plan.world) if rank != block]
-        expected = Counter((row, rank) for rank in others for row in needed[rank, block])
+        expected = Counter(((block, row), rank) for rank in others for row in needed[rank, block])
         assert sum(home[block], Counter()) == expected
-        assert all(row == at for at in rows for row, _ in home[block][at])
+        assert all(row == (block, at) for at in range(len(rows)) for row, _ in home[block][at])
+
+
+def check_packed(transfers: Transfers) -> None:
+    """Every message is of the rows it needs, of which a copy is made once."""
+    places, copies = packed_once(transfers)
+    packed = {to: row for rows, at in copies for row, to in zip(rows_in(rows), at, strict=True)}
+    assert sorted(packed) == list(range(len(packed)))
+    for transfer, place in zip(transfers, places, strict=True):
+        assert [packed[to] for to in place] == rows_in(transfer.rows)
+    for (rows, _), (others, _) in combinations(copies, 2):
+        assert rows != others
 
 
 def check_matched(sent: Transfers, received: Transfers) -> None:

@@ -13,7 +13,7 @@ from attnmesh.ops.dense import aten
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.parallel import ring
 from attnmesh.parallel.executor import copy_rows
-from attnmesh.plan.ring import ring_plan
+from attnmesh.plan.ring import Joined, ring_plan
 from attnmesh.plan.shards import shards
 from attnmesh.testing.attention import (
     NAMES,
@@ -25,7 +25,7 @@ from attnmesh.testing.attention import (
     virtual_results,
 )
 from attnmesh.testing.errors import relative_error
-from helpers.cases import LAYOUTS, make_mask, sweep
+from helpers.cases import LAYOUTS, first, make_mask, sweep
 from helpers.memory import peak_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +60,46 @@ def test_triton_kernels_go_around(layout, mask, device):
 def test_double_precision_goes_around():
     inputs = random_inputs(29, dtype=torch.float64)
     assert_attention_close(virtual_results(3, inputs, Causal(), Zigzag()), inputs, Causal())
+
+
+# Joined blocks.
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Stages of three blocks forward and two backward, which only GPUs have by themselves."""
+    blocks = Joined(forward=3, backward=2)
+    monkeypatch.setattr(ring, "joined_blocks", lambda *_: blocks)
+    return blocks
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "world"),
+    first(
+        5,
+        [
+            (Zigzag(), "causal", 8),
+            (Contiguous(), "causal & documents", 5),
+            (Zigzag(2), "window", 4),
+            (Zigzag(), "all three", 6),
+            (Striped(), "causal", 4),  # not joined
+            (Contiguous(), "full", 8),
+            (Zigzag(), "causal & window", 5),
+            (Zigzag(), "documents", 8),
+        ],
+    ),
+    ids=str,
+)
+def test_joined_blocks_give_the_results_of_one_device(layout, mask, world, joined):
+    for length in (67, world + 1):
+        inputs, given = random_inputs(length, heads=(4, 2), seed=length), make_mask(mask, length)
+        assert_attention_close(virtual_results(world, inputs, given, layout), inputs, given)
+
+
+def test_joined_blocks_with_slopes_and_sinks(joined):
+    inputs = random_inputs(50, heads=(4, 2))
+    mask, terms = make_mask("causal & documents", 50), {"sinks": torch.randn(4), "alibi_slopes": torch.rand(4)}
+    assert_attention_close(virtual_results(5, inputs, mask, Zigzag(), **terms), inputs, mask, **terms)
 
 
 # The same bits.
@@ -179,9 +219,17 @@ def test_without_return_lse_only_out_comes_back():
     ],
 )
 def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
+    check_traffic(make_mask(mask, 67), LAYOUTS[layout], dtype, Joined())
+
+
+def test_joined_blocks_send_what_the_plan_says_and_no_byte_more(joined):
+    check_traffic(Causal(), Zigzag(), torch.float16, joined)
+    check_traffic(make_mask("all three", 67), Contiguous(), torch.float32, joined)
+
+
+def check_traffic(mask, layout, dtype, joined) -> None:
     length, world, batch, heads, head_dim = 67, 4, 2, (4, 2), 16
     inputs = random_inputs(length, heads=heads, batch=batch, head_dim=head_dim, dtype=dtype)
-    mask, layout = make_mask(mask, length), LAYOUTS[layout]
 
     def rank(comm: Comm) -> list[tuple[int, int]]:
         cp = ContextParallel(comm, layout=layout, schedule="ring")
@@ -195,14 +243,13 @@ def test_ranks_send_what_the_plan_says_and_no_byte_more(mask, layout, dtype):
 
     sent = run_virtual(world, rank)
     row = 2 * batch * heads[1] * head_dim  # K and V, kv heads as they are
-    plan = ring_plan(shards(mask, layout, length, world))
+    forward, backward = (ring_plan(shards(mask, layout, length, world), blocks) for blocks in joined)
     for r in range(world):
-        stages = plan.stages(r)
-        keys = sum(len(stage.sent) + len(stage.own_sent) for stage in stages)
-        key_bytes = plan.rows_sent(r) * row * dtype.itemsize
-        assert sent[r][0] == (keys, key_bytes)
-        grads = sum(len(stage.sent) + len(stage.returned) for stage in stages)
-        assert sent[r][1] == (keys + grads, key_bytes + plan.grad_rows_sent(r) * row * 4)
+        keys = [sum(len(stage.sent) + len(stage.own_sent) for stage in plan.stages(r)) for plan in (forward, backward)]
+        assert sent[r][0] == (keys[0], forward.rows_sent(r) * row * dtype.itemsize)
+        grads = sum(len(stage.sent) + len(stage.returned) for stage in backward.stages(r))
+        backward_bytes = backward.rows_sent(r) * row * dtype.itemsize + backward.grad_rows_sent(r) * row * 4
+        assert sent[r][1] == (keys[1] + grads, backward_bytes)
 
 
 def test_nothing_travels_that_nobody_needs():

@@ -15,6 +15,7 @@ from attnmesh.ops import merge
 from attnmesh.ops import merge as accumulate
 from attnmesh.ops.dense.aten import Aten
 from attnmesh.parallel import ring
+from attnmesh.plan.ring import Joined
 from helpers.cases import first, sweep
 
 HEAD_DIM, ROWS = 16, 8
@@ -181,6 +182,13 @@ def test_no_buffer_is_overwritten_and_no_memory_reused_while_it_is_read(device, 
         for mask in MASKS if world == 8 else MASKS[:3]:
             for rank in {0, world // 2, world - 1}:
                 run_two_layers(device, layout, mask, world, rank, wanted)
+    assert not device.races
+
+
+def test_neither_are_those_of_joined_blocks(device, monkeypatch):
+    monkeypatch.setattr(ring, "joined_blocks", lambda *_: Joined(forward=4, backward=3))
+    for rank in (0, 4, 7):
+        run_two_layers(device, Zigzag(), Causal(), 8, rank, "qkv")
     assert not device.races
 
 

@@ -68,7 +68,7 @@ def test_ranks_send_the_bytes_of_the_program(mask):
             out.sum().backward()
             return [forward, comm.traffic.bytes - forward]
 
-        workload = Workload(shards(mask, Zigzag(), LENGTH, 4), shape, ranks_per_node or 4)
+        workload = Workload(shards(mask, Zigzag(), LENGTH, 4), shape, ranks_per_node or 4, device="cpu")
         assert why_not(schedule, workload.shards, workload.ranks_per_node) is None
         planned = [loads(schedule, workload, backward=backward) for backward in (False, True)]
         assert run_virtual(4, rank) == [[mine.sent for mine in both] for both in zip(*planned, strict=True)]

@@ -7,14 +7,13 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from attnmesh.core import ranges
 from attnmesh.core.layouts import Contiguous, Striped, Zigzag
 from attnmesh.core.masks import Causal, Documents, Full, Global, Padding, SlidingWindow
-from attnmesh.plan.ring import RingPlan, ring_plan
+from attnmesh.plan.ring import RingPlan, joined_blocks, packed_once, ring_plan
 from attnmesh.plan.shards import shards
 from helpers.cases import first
 from helpers.masks import batch_masks
-from helpers.plans import EVEN, LAYOUTS, LONG, WIDE, layouts, layouts_and_masks, problems
+from helpers.plans import EVEN, LAYOUTS, LONG, MASKS, WIDE, layouts, layouts_and_masks, problems
 from helpers.ring_walk import Truth, check_pairs, check_route
 
 SIZES = [(1, 13), (2, 0), (2, 30), (3, 1), (3, 13), (5, 30), (8, 13)]  # (ranks, length)
@@ -24,7 +23,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 def reversed_ring(plan: RingPlan) -> RingPlan:
-    return RingPlan(plan.shards, (0, *reversed(plan.offsets[1:])))
+    return RingPlan(plan.shards, (0, *reversed(plan.offsets[1:])), plan.joined)
 
 
 def check(plan: RingPlan, truth: Truth) -> None:
@@ -36,7 +35,7 @@ def check(plan: RingPlan, truth: Truth) -> None:
     check_pairs(plan, count)
     for rank in ranks:
         assert plan.pairs(rank) == int(truth.visible[:, truth.queries[rank]].sum())
-        assert plan.grad_rows_sent(rank) == sum(ranges.size(stage.keys) for stage in plan.stages(rank)[1:])
+        assert plan.grad_rows_sent(rank) == sum(stage.size for stage in plan.stages(rank)[1:])
     assert torch.equal(count, truth.visible.to(torch.int8)), plan
     assert sum(map(plan.rows_sent, ranks)) == sum(len(needed[r, b]) for r in ranks for b in ranks if r != b)
     offsets = {o for o in range(1, plan.world) if any(truth.seen(r, (r - o) % plan.world) for r in ranks)}
@@ -53,11 +52,62 @@ def test_every_pair_is_computed_once_and_every_row_is_sent_to_the_ranks_that_see
             check(each, truth)
 
 
+JOINED = [(Contiguous(), "all three"), (Zigzag(), "causal"), (Zigzag(), "a batch"), (Zigzag(2), "window and global")]
+
+
+@pytest.mark.parametrize(("layout", "mask"), first(3, JOINED), ids=str)
+def test_the_same_of_joined_blocks(layout, mask):
+    for world, length, blocks in [(3, 13, 2), (4, 30, 2), (5, 30, 4), (8, 33, 3), (8, 32, 4), (8, 13, 7)]:
+        problem = shards(MASKS[mask](length), layout, length, world)
+        plan, single, truth = ring_plan(problem, blocks), ring_plan(problem), Truth(problem)
+        assert plan.count == 1 + -(-(single.count - 1) // blocks)
+        assert rows_moved(plan) == rows_moved(single)
+        for each in dict.fromkeys((plan, reversed_ring(plan))):
+            check(each, truth)
+
+
+def test_blocks_whose_positions_interleave_are_not_joined():
+    problem = shards(Causal(), Striped(), 64, 8)
+    assert ring_plan(problem, 4) == ring_plan(problem)
+    assert ring_plan(problem, 4).count == 8
+
+
+def test_joined_blocks_of_a_causal_zigzag_are_two_runs_of_positions_and_own_rows_are_packed_once():
+    plan = ring_plan(shards(Causal(), Zigzag(), 16 * 8, 8), 4)
+    assert [plan.count, plan.joined] == [3, 4]
+    for rank in range(8):
+        first_stage, *others = plan.stages(rank)
+        assert all(len(stage.patch.k) <= 3 for stage in others)
+        assert all(not stage.from_owner for stage in others[1:])
+        _, copies = packed_once(first_stage.own_sent)
+        assert sum(len(to) for _, to in copies) == (16 if rank else 8)  # nobody sees the last rows but their owner
+        assert not any(stage.own_sent for stage in others)
+
+
+@pytest.mark.parametrize(
+    ("length", "world", "key_row", "ranks_per_node", "device", "joined"),
+    [
+        (32768, 8, 4096, 8, "cuda", (4, 3)),
+        (16384, 6, 4096, 8, "cuda", (4, 2)),
+        (16384, 4, 4096, 4, "cuda", (4, 2)),
+        (4096, 3, 4096, 3, "cuda", (4, 1)),
+        (32768, 4, 4096, 4, "cuda", (1, 1)),  # blocks of 8192 rows
+        (32768, 8, 8192, 8, "cuda", (1, 1)),  # as many bytes
+        (32768, 8, 4096, 4, "cuda", (1, 1)),  # several nodes
+        (32768, 16, 4096, 16, "cuda", (1, 1)),
+        (32768, 8, 4096, 8, "cpu", (1, 1)),
+    ],
+)
+def test_small_blocks_are_joined_on_the_gpus_of_a_node(length, world, key_row, ranks_per_node, device, joined):
+    problem = shards(Causal(), Zigzag(), length, world)
+    assert joined_blocks(problem, key_row, ranks_per_node, device) == joined
+
+
 @settings(max_examples=6, deadline=None)
 @given(problems())
 def test_the_same_of_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
-    for each in (plan, reversed_ring(plan)):
+    for each in (plan, reversed_ring(plan), ring_plan(problem, 3)):
         check(each, truth)
 
 
@@ -67,7 +117,7 @@ def test_the_same_of_random_masks_and_layouts(problem):
 @given(problems())
 def test_the_same_of_many_random_masks_and_layouts(problem):
     plan, truth = ring_plan(problem), Truth(problem)
-    for each in (plan, reversed_ring(plan)):
+    for each in (plan, reversed_ring(plan), ring_plan(problem, 2), ring_plan(problem, 4)):
         check(each, truth)
 
 
@@ -129,8 +179,9 @@ def test_many_ranges_of_rows_travel_with_the_smallest_gaps_between_them():
     truth = Truth(plan.shards)
     for rank in range(4):
         for stage in plan.stages(rank)[1:]:
-            assert len(stage.keys) <= 16
-            assert truth.seen(rank, stage.block) <= {row for run in stage.keys for row in run}
+            (block,) = stage.blocks
+            assert len(block.rows) <= 16
+            assert truth.seen(rank, block.owner) <= {row for run in block.rows for row in run}
 
 
 @pytest.mark.parametrize(("world", "left"), [(2, 1), (8, 1), (3, 5), (4, 16)])
@@ -187,7 +238,8 @@ def test_a_world_of_one_stays_at_home():
     plan = ring_plan(shards(Causal(), Zigzag(), 10, 1))
     assert plan.offsets == (0,)
     (stage,) = plan.stages(0)
-    assert (stage.block, stage.keys, stage.own_sent) == (0, (range(10),), ())
+    ((owner, rows, _),) = stage.blocks
+    assert (owner, rows, stage.own_sent) == (0, (range(10),), ())
     assert plan.pairs(0) == 55
 
 

@@ -56,7 +56,7 @@ def check(plan: TwoLevelPlan) -> None:
             inner = plan.inner_ring(node, at)
             stages = [plan.outer(i).stages(node)[at] for i in range(per_node)]
             for i, (stage, keys) in enumerate(zip(stages, inner.shards.keys, strict=True)):
-                held = truth.keys[stage.block * per_node + i][rows_in(stage.keys)]
+                held = truth.keys[stage.blocks[0].owner * per_node + i][rows_in(stage.blocks[0].rows)]
                 assert torch.equal(ranges.as_tensor(keys), held)
             check_route(inner, Truth(inner.shards).all_needed())
             check_pairs(inner, count)

@@ -11,6 +11,8 @@ import torch
 from attnmesh import Causal, ContextParallel, Contiguous, Full, SlidingWindow, Zigzag
 from attnmesh.comm import Comm
 from attnmesh.comm.base import Finished, Pending
+from attnmesh.parallel import ring
+from attnmesh.plan.ring import Joined
 from attnmesh.plan.shards import SCHEDULES, Shape, Workload, shards
 from attnmesh.planner import schedules, vectorized
 from attnmesh.testing.attention import random_inputs
@@ -78,6 +80,21 @@ def test_peaks_are_those_of_real_ranks(schedule, sizes, mask, layout):
             inputs = random_inputs(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
             leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
             assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, *(int(p[rank]) for p in predicted))
+
+
+@pytest.mark.parametrize(("mask", "layout"), [(Causal(), Zigzag()), sweep(Full(), Contiguous())], ids=str)
+def test_peaks_of_joined_blocks_are_those_of_real_ranks(mask, layout, monkeypatch):
+    """The buffers of a stage have the keys of several ranks, which only GPUs join by themselves."""
+    for module in (ring, schedules):
+        monkeypatch.setattr(module, "joined_blocks", lambda *_: Joined(forward=4, backward=3))
+    world, rows = 8, 192
+    workload = Workload(shards(mask, layout, rows * world, world), SHAPE, world, device="cpu")
+    forward, backward = (schedules.peak_bytes("ring", workload, backward=way) for way in (False, True))
+    for rank in (0, 5):
+        cp = ContextParallel(Alone(rank, world, 10), layout=layout, schedule="ring")
+        inputs = random_inputs(rows * world, batch=1, heads=HEADS, head_dim=HEAD_DIM)
+        leaves = [cp.shard(x, 2).clone().requires_grad_() for x in inputs[:3]]
+        assert_predicted(lambda *x, cp=cp: cp.attention(*x, mask=mask), leaves, int(forward[rank]), int(backward[rank]))
 
 
 @pytest.mark.parametrize(

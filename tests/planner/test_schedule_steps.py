@@ -82,12 +82,14 @@ def test_messages_and_flops_of_all_steps_are_those_of_the_loads(layout, shape):
 
 
 def test_a_ring_receives_keys_one_step_before_it_uses_them():
-    workload = Workload(shards(Causal(), Zigzag(), 64, 8), SHAPE, 8)
-    found = steps("ring", workload)
-    for at, step in enumerate(found):
-        for tile in step.tiles:
-            arrived = [m for m in found[at - 1].messages if m.target == tile.rank]
-            assert tile.keys == tile.queries if at == 0 else len(arrived) == 1
+    for ranks_per_node, blocks in ((4, 1), (8, 4)):  # on one node, blocks are joined
+        found = steps("ring", Workload(shards(Causal(), Zigzag(), 64, 8), SHAPE, ranks_per_node))
+        assert len(found) == 1 + -(-7 // blocks)
+        for at, step in enumerate(found):
+            for tile in step.tiles:
+                arrived = [m for m in found[at - 1].messages if m.target == tile.rank]
+                here = [other for other in step.tiles if other.rank == tile.rank]
+                assert tile.keys == tile.queries if at == 0 else len(arrived) == len(here) <= blocks
 
 
 def test_the_last_merge_rounds_two_parts_and_leaves_one_alone():

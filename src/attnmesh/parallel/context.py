@@ -523,7 +523,8 @@ class ContextParallel(ExecutorFactory):
         check_schedule(schedule, positions, ranks_per_node, reproducible=self.reproducible)
         executors = _REPRODUCIBLE if self.reproducible else EXECUTORS
         backend = with_reproducible(self.backend, self.reproducible)
-        executor = executors[schedule](ExecutorConfig(positions, backend, self._groups, with_lse, device))
+        config = ExecutorConfig(positions, backend, self._groups, with_lse, shape.key_row, device)
+        executor = executors[schedule](config)
         for kernel_call in executor.calls(q, k, v, scores):
             choose_fused(kernel_call, backend)  # raises if no backend serves it
         values = {

@@ -70,6 +70,7 @@ class ExecutorConfig:
     backend: str
     groups: NodeGroups
     return_lse: bool
+    key_row: int  # bytes of K and V of a position
     device: str = "cpu"  # its type
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnmesh.comm import Comm, Pending
 from attnmesh.comm.base import FINISHED, post
-from attnmesh.core.ranges import Ranges, difference, rows_of, size
+from attnmesh.core.ranges import Ranges, difference, merged
 from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import dispatch
@@ -25,7 +25,7 @@ from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contig
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import SINGLE_STREAM, GradAccumulator, StateAccumulator, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
-from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, ring_plan
+from attnmesh.plan.ring import RingPlan, Stage, Transfer, Transfers, joined_blocks, packed_once, ring_plan
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Ring(Executor):
     plan: RingPlan
     backend: str
     comm: Comm
+    backward_plan: RingPlan | None = None  # None: as forward
     stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
     _local: Patch | None = field(init=False, repr=False, compare=False)  # of the only call, which is one of `attention`
     _programs: dict[object, _Program] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -47,7 +48,15 @@ class Ring(Executor):
     @classmethod
     def build(cls, config: ExecutorConfig) -> Ring:
         """The executor over all ranks."""
-        return cls(ring_plan(config.shards), config.backend, config.groups.all_ranks)
+        shards, groups = config.shards, config.groups
+        joined = joined_blocks(shards, config.key_row, groups.ranks_per_node, config.device)
+        forward, backward = (ring_plan(shards, blocks) for blocks in joined)
+        return cls(forward, config.backend, groups.all_ranks, backward)
+
+    @property
+    def backward_stages(self) -> tuple[Stage, ...]:
+        """The stages of a backward."""
+        return self.stages if self.backward_plan is None else self.backward_plan.stages(self.comm.rank)
 
     @property
     def computes(self) -> bool:
@@ -151,7 +160,7 @@ class Ring(Executor):
         streams: StreamPair,
     ) -> None:  # fmt: skip
         q, k, v = map(contiguous_last_dim, qkv)
-        exchange = KVExchange(k, v, program.keys, self.comm)
+        exchange = KVExchange(k, v, program.backward_keys, self.comm)
         recorder, on_two_streams = self.comm.recorder, streams is not SINGLE_STREAM
         if on_two_streams:
             for at, (patch, backend) in enumerate(work.stages):
@@ -202,18 +211,20 @@ class _Program:
     """What a ring does for inputs of some shapes, dtype and device."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
-        self._patches, self._backend = [stage.patch for stage in ring.stages], ring.backend
-        self._shares_stream = ring.comm.shares_stream
+        self._stages, self._backward_stages = ring.stages, ring.backward_stages
+        self._backend, self._shares_stream = ring.backend, ring.comm.shares_stream
         layout = RowLayout.of(k, v)
-        self.keys = KVRoute(ring.stages, layout, k.dtype, k.device)
-        self.grads = GradRoute(ring.stages, layout, accumulation_dtype(k.dtype), k.device)
+        self.keys = self.backward_keys = KVRoute(self._stages, layout, k.dtype, k.device)
+        if self._backward_stages is not self._stages:
+            self.backward_keys = KVRoute(self._backward_stages, layout, k.dtype, k.device)
+        self.grads = GradRoute(self._backward_stages, layout, accumulation_dtype(k.dtype), k.device)
         self._forward: _Work | None = None
         self._backward: dict[object, _Work] = {}
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _Work:
         """The work of a forward, whose backends depend only on the plan and on what programs differ in."""
         if self._forward is None:
-            self._forward = self._work(q, k, v, scores, lambda call: choose_fused(call, self._backend))
+            self._forward = self._work(self._stages, q, k, v, scores, lambda call: choose_fused(call, self._backend))
         return self._forward
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, result: Result) -> _Work:
@@ -221,13 +232,18 @@ class _Program:
         key = result.grad_lse is None, torch.are_deterministic_algorithms_enabled()
         work = self._backward.get(key)
         if work is None:
-            work = self._work(q, k, v, scores, lambda call: choose_fused_backward(call, result, self._backend))
-            self._backward[key] = work
+            work = self._backward[key] = self._work(
+                self._backward_stages, q, k, v, scores,
+                lambda call: choose_fused_backward(call, result, self._backend),
+            )  # fmt: skip
         return work
 
-    def _work(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, choose: Callable[[Call], Backend]) -> _Work:
+    def _work(
+        self, plan: Sequence[Stage], q: Tensor, k: Tensor, v: Tensor, scores: Scores, choose: Callable[[Call], Backend]
+    ) -> _Work:
+        patches = [stage.patch for stage in plan]
         stages = [  # the tensors only give dtype and device
-            (patch, choose(Call(q, k, v, patch, scores)) if patch.blocks else None) for patch in self._patches
+            (patch, choose(Call(q, k, v, patch, scores)) if patch.blocks else None) for patch in patches
         ]
         last = max((at for at, (_, backend) in enumerate(stages) if backend is not None), default=0)
         parts = None if self._shares_stream else _parts_on_two_streams(stages, q.device)
@@ -254,7 +270,8 @@ class _KVStage(NamedTuple):
     k: View
     v: View
     sends: tuple[tuple[View, int], ...]  # of the K and V that are here
-    packed: tuple[tuple[Ranges, tuple[View, ...], View, int], ...]  # own rows, where they are copied to, and the peer
+    packed: tuple[tuple[Ranges, tuple[View, ...]], ...]  # own rows, and where they are copied to
+    own_sends: tuple[tuple[View, int], ...]  # of the copies
     recvs: tuple[tuple[View, int], ...]  # of the next ones
     nbytes: int  # sent
 
@@ -271,21 +288,21 @@ class KVRoute:
     ) -> None:  # fmt: skip
         self.dtype, self.device = dtype, device
         stages = stages if layout.elements else tuple(map(_without_messages, stages))
-        own = [sum(transfer.size for transfer in stage.own_sent) for stage in stages]
-        self.shape = layout.shape(max([own[0], *(size(stage.keys) for stage in stages[1:])]))
+        own = [sum(len(to) for _, to in packed_once(stage.own_sent)[1]) for stage in stages]
+        self.shape = layout.shape(max([own[0], *(stage.size for stage in stages[1:])]))
         self.packed_shape = layout.shape(max(own[1:])) if any(own[1:]) else None
         self.stages = [self._stage(stages, at, layout) for at in range(len(stages))]
 
     def _stage(self, stages: tuple[Stage, ...], at: int, layout: RowLayout) -> _KVStage:
         stage, following = stages[at], stages[at + 1 : at + 2]
         sends = tuple((layout.rows(_only(t.rows)), t.target) for t in stage.sent)
-        packed = tuple(
-            (t.rows, layout.parts(rows), layout.rows(rows), t.target) for t, rows in packed_rows(stage.own_sent)
-        )
+        places, copies = packed_once(stage.own_sent)
+        packed = tuple((rows, layout.parts(to)) for rows, to in copies)
+        own_sends = tuple((layout.rows(at), t.target) for t, at in zip(stage.own_sent, places, strict=True))
         recvs = tuple((layout.rows(_only(t.to)), t.source) for s in following for t in (*s.received, *s.from_owner))
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.own_sent))
-        k, v = layout.parts(range(size(stage.keys)))
-        return _KVStage(k, v, sends, packed, recvs, sent * layout.elements * self.dtype.itemsize)
+        k, v = layout.parts(range(stage.size))
+        return _KVStage(k, v, sends, packed, own_sends, recvs, sent * layout.elements * self.dtype.itemsize)
 
 
 class KVExchange:
@@ -302,16 +319,16 @@ class KVExchange:
 
     def start(self, at: int) -> Pending:
         """Start to send the K and V that the next stage needs, and to receive the K and V of stage `at + 1`."""
-        _, _, sends, packed, recvs, nbytes = self._stages[at]
+        _, _, sends, packed, own_sends, recvs, nbytes = self._stages[at]
         if not (sends or packed or recvs):
             return FINISHED
         here, there = self._buffers[at % 2], self._buffers[1 - at % 2]
         messages = [(here[view], peer) for view, peer in sends]
         if packed:
             own = self._packed if at else here
-            for rows, targets, view, peer in packed:
+            for rows, targets in packed:
                 self._pack(own, targets, rows)
-                messages.append((own[view], peer))
+            messages += [(own[view], peer) for view, peer in own_sends]
         return post(self._comm, messages, [(there[view], peer) for view, peer in recvs], nbytes)
 
     def visible_kv(self, at: int) -> tuple[Tensor, Tensor]:
@@ -363,7 +380,7 @@ class GradRoute:
     ) -> None:  # fmt: skip
         self.dtype, self.device = dtype, device
         stages = stages if layout.elements else tuple(map(_without_messages, stages))
-        self.shape = layout.shape(max([0, *(size(stage.keys) for stage in stages[1:])]))
+        self.shape = layout.shape(max([0, *(stage.size for stage in stages[1:])]))
         self.returned_shape = layout.shape(max(sum(t.size for t in stage.own_returned) for stage in stages))
         self.stages = [self._stage(stages, at, layout) for at in range(len(stages))]
 
@@ -379,9 +396,9 @@ class GradRoute:
                 begin += len(run)
         sent = sum(transfer.size for transfer in (*stage.sent, *stage.returned))
         return _GradStage(
-            layout.parts(range(size(stage.keys))), layout.rows(range(size(stage.keys))),
+            layout.parts(range(stage.size)), layout.rows(range(stage.size)),
             is_first=at <= 2 and not stage.received,
-            unreceived=tuple(layout.rows(run) for run in difference(rows_of(stage.keys), received)),
+            unreceived=tuple(layout.rows(run) for run in difference(merged([range(stage.size)]), merged(received))),
             sends=tuple((layout.rows(_only(t.rows)), t.target) for t in (*stage.sent, *stage.returned)),
             recvs=tuple((layout.rows(_only(t.to)), t.source) for s in following for t in s.received),
             own_recvs=tuple(own_recvs), returned=tuple(returned),

@@ -66,7 +66,8 @@ class TwoLevelPlan:
             self.shards.mask,
             tuple(self.shards.queries[rank] for rank in ranks),
             tuple(
-                ranges.select(self.shards.keys[s.block * self.ranks_per_node + i], s.keys) for i, s in enumerate(stages)
+                ranges.select(self.shards.keys[s.blocks[0].owner * self.ranks_per_node + i], s.blocks[0].rows)
+                for i, s in enumerate(stages)
             ),
         )
 

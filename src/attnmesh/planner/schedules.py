@@ -20,7 +20,7 @@ from attnmesh.core.visibility import Kind, Patch
 from attnmesh.ops.merge import PENDING_PARTS
 from attnmesh.plan.allgather import gather_plan, groups_that_fill, head_groups
 from attnmesh.plan.leaves import leaf_plan, leaf_size
-from attnmesh.plan.ring import RingPlan, ring_plan, rows_in
+from attnmesh.plan.ring import Block, Joined, RingPlan, joined_blocks, packed_once, ring_plan, rows_in
 from attnmesh.plan.shards import SCHEDULES, Shape, Shards, Workload, node_shards
 from attnmesh.plan.two_level import two_level_plan
 from attnmesh.plan.ulysses import HeadShare, head_share, replicated
@@ -144,32 +144,42 @@ def single(rank: int) -> range:
 _MAX_CUT_SEGMENTS = 8  # segments of the mask up to which the blocks of a patch are counted exactly
 
 
-def ring_stages(shards: Shards, groups: Sequence[Sequence[int]]) -> Iterator[RingStages]:
+def ring_stages(shards: Shards, groups: Sequence[Sequence[int]], joined: int = 1) -> Iterator[RingStages]:
     """The stages of the rings of all rank groups; the i-th rank of each holds the i-th shard."""
     arrays = vectorized(shards)
-    if arrays is not None:
+    if arrays is not None and joined == 1:
         return arrays.ring(groups)
-    plan = ring_plan(shards)
+    plan = ring_plan(shards, joined)
     return concurrent_stages([plan_stages(plan, group) for group in groups])
 
 
 def plan_stages(plan: RingPlan, ranks: Sequence[int], *, computes: bool = True) -> Iterator[RingStages]:
     """The stages of a plan whose i-th rank is the rank `ranks[i]`. An outer ring only moves keys."""
-    for at in range(len(plan.offsets)):
-        step = plan.offsets[min(at + 1, len(plan.offsets) - 1)]
+    for at in range(plan.count):
+        visits = plan.visits(at)
+        after = plan.visits(at + 1) if at + 1 < plan.count else range(0)
         rows = []
         for i, rank in enumerate(ranks):
             stage = plan.stages(i)[at]
             work = (stage.patch.pairs, kernel_calls(stage.patch)) if computes else (0, 0)
             causal = causal_squares(stage.patch) if computes else (0, 0)
-            next_rank, own_rank = (ranks[(owner + step) % plan.world] for owner in (stage.block, i))
-            rows.append(
-                (
-                    rank, *work, ranges.size(stage.keys), ranks[stage.block], next_rank, rows_in(stage.sent), own_rank,
-                    rows_in(stage.own_sent), *causal,
-                )
-            )  # fmt: skip
+            packed = sum(len(to) for _, to in packed_once(stage.own_sent)[1])
+            for visit, block, own in zip_longest(visits, stage.blocks, after):
+                mine = (rank, 0) if own is None else (ranks[plan.holder(i, own)], rows_in(plan.sent_by_owner(i, own)))
+                rows.append((rank, *work, *_visiting(plan, ranks, visit, block), *mine, packed, *causal))
+                work, packed, causal = (0, 0), 0, (0, 0)  # of the rank, not of a block
         yield RingStages(*np.array(rows, dtype=np.int64).reshape(-1, len(RingStages._fields)).T)
+
+
+def _visiting(
+    plan: RingPlan, ranks: Sequence[int], visit: int | None, block: Block | None
+) -> tuple[int, int, int, int]:
+    """The rows of a block, its owner, the rank that has it next, and the rows that are sent to it."""
+    if visit is None or block is None:
+        return 0, ranks[0], ranks[0], 0
+    sent = plan.passed_on(block.owner, visit)
+    after = plan.holder(block.owner, visit + plan.joined) if sent else block.owner
+    return ranges.size(block.rows), ranks[block.owner], ranks[after], rows_in(sent)
 
 
 def concurrent_stages(rings: Iterable[Iterator[RingStages]]) -> Iterator[RingStages]:
@@ -253,7 +263,7 @@ def _work(
     causal = sizes.by_rank(stage.rank, stage.causal_pairs), sizes.by_rank(stage.rank, stage.causal_calls)
     attention = sizes.attention(pairs, calls, backward=backward, causal=causal, single=last and not at)
     merge = sizes.merge(before, count.parts, last=finish and last)
-    packed = sizes.by_rank(stage.rank, stage.own_rows)
+    packed = sizes.by_rank(stage.rank, stage.packed_rows)
     if not packed.any():
         return attention, merge
     return relayout(packed * sizes.key_row), attention, merge
@@ -287,23 +297,30 @@ class RingBuffers:
         """Count all stages of a ring. `own_keys`: ranks hold their own keys at the first stage."""
         for at, stage in enumerate(stages):
             self.add_stage(stage, first=at == 0)
-            covered = row_coverage(stage.calls)
-            np.add.at(self.parts, stage.rank, covered)
-            np.add.at(self.calls, stage.rank, stage.calls)
+            calls = self._totals(stage.rank, stage.calls)
+            covered = row_coverage(calls)
+            self.parts += covered
+            self.calls += calls
             if at == 0 and own_keys:
-                np.maximum.at(self.own_parts, stage.rank, covered)
+                self.own_parts = np.maximum(self.own_parts, covered)
             else:
-                np.maximum.at(self.visiting, stage.rank, covered * stage.rows)
+                self.visiting = np.maximum(self.visiting, covered * self._totals(stage.rank, stage.rows))
 
     def add_stage(self, stage: RingStages, *, first: bool) -> None:
         """Count the buffers of one stage; gradients of the first stage stay on their rank."""
+        packed = self._totals(stage.rank, stage.packed_rows)
         if first:  # no keys of others are here: the keys that are sent take their place
-            np.maximum.at(self.keys, stage.rank, stage.own_rows)
+            self.keys = np.maximum(self.keys, packed)
             return
-        np.maximum.at(self.own, stage.rank, stage.own_rows)
-        np.maximum.at(self.keys, stage.rank, stage.rows)
-        np.maximum.at(self.grads, stage.rank, stage.rows)
-        np.maximum.at(self.returned, stage.owner, stage.rows - stage.next_rows)
+        rows = self._totals(stage.rank, stage.rows)
+        self.own = np.maximum(self.own, packed)
+        self.keys = np.maximum(self.keys, rows)
+        self.grads = np.maximum(self.grads, rows)
+        self.returned = np.maximum(self.returned, self._totals(stage.owner, stage.rows - stage.next_rows))
+
+    def _totals(self, ranks: Ints, values: Ints) -> Ints:
+        """Values of ranks, added up by rank."""
+        return np.bincount(ranks, values, self.world).astype(np.int64)
 
     def key_bytes(self, sizes: RankSizes) -> Ints:
         """Two buffers of keys, one to compute on while the other is filled, and one of own keys that are sent."""
@@ -334,11 +351,19 @@ class RingBuffers:
 
 
 @lru_cache(maxsize=32)
-def _ring_buffers(shards: Shards, groups: tuple[tuple[int, ...], ...], world: int) -> RingBuffers:
-    """The buffers of the rings of all rank groups. They do not depend on heads and batch, which plans differ in."""
+def _ring_buffers(shards: Shards, groups: tuple[tuple[int, ...], ...], world: int, joined: int) -> RingBuffers:
+    """The buffers of the rings of all rank groups. Heads and batch, which plans differ in, only change `joined`."""
     buffers = RingBuffers(world)
-    buffers.add_ring(ring_stages(shards, groups))
+    buffers.add_ring(ring_stages(shards, groups, joined))
     return buffers
+
+
+def _joined(grouped: GroupedWorkload) -> Joined:
+    """How many blocks a stage of the rings joins: those of all ranks of a node, never those between nodes."""
+    workload = grouped.workload
+    if workload.world != grouped.shards.world:
+        return Joined()
+    return joined_blocks(workload.shards, workload.shape.key_row, workload.ranks_per_node, workload.device)
 
 
 class RingSpec(GroupSpec):
@@ -346,13 +371,15 @@ class RingSpec(GroupSpec):
 
     def group_rounds(self, grouped: GroupedWorkload, *, backward: bool) -> Iterator[Round]:
         """One round per stage."""
-        stages = ring_stages(grouped.shards, grouped.all_groups)
+        joined = _joined(grouped)
+        stages = ring_stages(grouped.shards, grouped.all_groups, joined.backward if backward else joined.forward)
         return ring_rounds(stages, grouped.sizes, PartsCount(grouped.sizes), backward=backward)
 
     def group_memory(self, grouped: GroupedWorkload, *, backward: bool) -> Floats:
         """Buffers and partial results do not grow with the number of ranks."""
-        sizes, groups = grouped.sizes, grouped.all_groups
-        buffers = _ring_buffers(grouped.shards, tuple(map(tuple, groups)), sizes.world)
+        sizes, groups, joined = grouped.sizes, grouped.all_groups, _joined(grouped)
+        blocks = joined.backward if backward else joined.forward
+        buffers = _ring_buffers(grouped.shards, tuple(map(tuple, groups)), sizes.world, blocks)
         if not backward:
             return buffers.whole_forward_bytes(sizes, cpu=grouped.workload.device == "cpu")
         own = np.zeros(sizes.world, dtype=np.int64)
@@ -361,23 +388,29 @@ class RingSpec(GroupSpec):
         return buffers.backward_bytes(sizes, own)
 
     def group_tiles(self, grouped: GroupedWorkload) -> list[NamedTiles[GroupTile]]:
-        """At stage s the ranks compute on the keys that are `offsets[s]` places before them."""
-        plan = ring_plan(grouped.shards)
-        steps = [NamedTiles[GroupTile](key_source(offset, plan.world), []) for offset in plan.offsets]
+        """At every stage the ranks compute on the keys that are some offsets before them."""
+        plan = ring_plan(grouped.shards, _joined(grouped).forward)
+        offsets = ([plan.offsets[visit] for visit in plan.visits(at)] for at in range(plan.count))
+        steps = [NamedTiles[GroupTile](key_source(of_stage, plan.world), []) for of_stage in offsets]
         for shape, groups in grouped.groups.items():
             for group in groups:
                 for i, rank in enumerate(group):
                     for step, stage in zip(steps, plan.stages(i), strict=True):
-                        keys, kv_heads = single(stage.block), range(shape.kv_heads)
-                        step.tiles.append(GroupTile(rank, kv_heads, i, keys, stage.patch.pairs))
+                        for owner, rows, _ in stage.blocks:
+                            pairs = grouped.shards.patch(i, owner, rows if owner != i else None).pairs
+                            step.tiles.append(GroupTile(rank, range(shape.kv_heads), i, single(owner), pairs))
         return steps
 
 
-def key_source(offset: int, world: int, what: str = "rank r") -> str:
-    """The rank (or node) whose keys are present at an offset, counted in the shorter direction around the ring."""
-    if offset == 0:
-        return f"keys of {what}"
-    return f"keys of {what} - {offset}" if 2 * offset <= world else f"keys of {what} + {world - offset}"
+def key_source(offsets: Sequence[int], world: int, what: str = "rank r") -> str:
+    """The ranks (or node) whose keys are present at some offsets, counted in the shorter direction around the ring."""
+
+    def signed(offset: int) -> str:
+        if offset == 0:
+            return ""
+        return f" - {offset}" if 2 * offset <= world else f" + {world - offset}"
+
+    return "keys of " + ", ".join(what + signed(offset) for offset in offsets)
 
 
 # The two-level ring schedule: its rounds, its peak memory and its tiles.
@@ -468,14 +501,14 @@ class TwoLevelRingSpec(ScheduleSpec):
         steps: list[NamedTiles[Tile]] = []
         for turn, offset in enumerate(plan.outer_offsets):
             rings = [plan.inner_ring(node, turn) for node in range(plan.nodes)]
-            name = key_source(offset, plan.nodes, "node n")
-            stages = max(len(ring.offsets) for ring in rings)
+            name = key_source([offset], plan.nodes, "node n")
+            stages = max(ring.count for ring in rings)
             new = [NamedTiles[Tile](f"{name}, inner stage {s}", []) for s in range(stages)]
             for node, ring in enumerate(rings):
                 first = ((node - offset) % plan.nodes) * per_node  # the first rank whose keys the node has
                 for i in range(per_node):
                     for step, stage in zip(new, ring.stages(i), strict=False):
-                        rank, keys = node * per_node + i, single(first + stage.block)
+                        rank, keys = node * per_node + i, single(first + stage.blocks[0].owner)
                         if stage.patch.pairs:
                             step.tiles.append(Tile(rank, heads, single(rank), keys, stage.patch.pairs))
             steps += new

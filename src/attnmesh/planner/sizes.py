@@ -74,10 +74,8 @@ class RankSizes:
         return len(self.rows)
 
     def by_rank(self, ranks: Ints, values: Ints) -> Ints:
-        """Values of some ranks as an array over all ranks, 0 elsewhere."""
-        whole = np.zeros(self.world, dtype=np.int64)
-        whole[ranks] = values
-        return whole
+        """Values of some ranks as an array over all ranks, added up, 0 elsewhere."""
+        return np.bincount(ranks, values, self.world).astype(np.int64)
 
     def attention(
         self, pairs: Ints, calls: Ints, *, backward: bool, causal: tuple[Ints, Ints], single: bool = False

@@ -28,7 +28,7 @@ MAX_PLANNED_RANKS = 16
 
 
 class RingStages(NamedTuple):
-    """One stage of all ranks of some rings; entry i is of rank `rank[i]`."""
+    """One stage of all ranks of some rings; entry i is of rank `rank[i]`, which has one for each of its blocks."""
 
     rank: Ints
     pairs: Ints  # that it computes
@@ -39,6 +39,7 @@ class RingStages(NamedTuple):
     next_rows: Ints  # rows that are sent to it, and their gradients; gradients of other rows return to the owner
     own_rank: Ints  # the rank that has this rank's own keys next
     own_rows: Ints  # rows of own keys that are sent to it
+    packed_rows: Ints  # rows of own keys that are copied to be sent
     causal_pairs: Ints  # of the pairs, those in causal squares
     causal_calls: Ints
 
@@ -338,7 +339,8 @@ class VectorizedRings:
         owner, next_rank, own_rank = (self._ranks_at(places) for places in (block, after, own_after))
         columns = RingStages(
             rank=self.ranks, pairs=found, calls=calls, rows=rows, owner=owner, next_rank=next_rank, next_rows=next_rows,
-            own_rank=own_rank, own_rows=own_rows, causal_pairs=found * is_causal, causal_calls=calls * is_causal,
+            own_rank=own_rank, own_rows=own_rows, packed_rows=own_rows, causal_pairs=found * is_causal,
+            causal_calls=calls * is_causal,
         )  # fmt: skip
         return RingStages(*(column.reshape(-1) for column in columns))
 
