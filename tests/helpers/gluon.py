@@ -231,6 +231,9 @@ def run_asm(text: str, constraints: str, args: list, *, dtype, is_pure: bool, pa
         return args[0] * args[1]
     if text == "mov.b32 $0, {$1, $2};":
         return torch.stack(args, -1).view(dtype).squeeze(-1)
+    if text.endswith("mul.rn.f16x2 $0, $0, $2; }"):  # what comes before, times the second argument
+        before = text.replace(" mul.rn.f16x2 $0, $0, $2;", "")
+        return run_asm(before, "=r,r", args[:1], dtype=dtype, is_pure=is_pure, pack=pack) * args[1]
     (x,) = args
     if text == "mov.b32 {$0, $1}, $2;":
         return x.contiguous()[..., None].view(dtype[0]).unbind(-1)

@@ -16,8 +16,8 @@ items of its partition of the keys (see `gluon_common`), 64 keys at a time, by f
 - two value consumers (four warps each) have two quarters of the output columns each, and add weights times values.
 
 Latents in 8 bits (`fp8_ds_mla`), of more than 32 rows, are widened once for the 64 rows of a tile: the producer then
-has four warps, fetches quarters in 8 bits and scales, and writes the quarters in 16 bits into a ring of eight. Products
-of values and scales are rounded to 16 bits, which is exact for scales that are powers of two.
+has four warps, fetches quarters in 8 bits and scales, and writes the quarters in fp16 into a ring of eight. Queries and
+weights are fp16 then, too, and the tails bf16. `gluon_widening` says how fp16 has range enough.
 
 A group of warps cannot do anything else while it issues products, so that the tensor cores would be idle during every
 softmax. Therefore the value consumers multiply half of tile i at once, which makes room for the keys of tile i + 2, and
@@ -87,7 +87,17 @@ from attnmesh.ops.decode.gluon_common import (
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
-from attnmesh.ops.gluon_widening import WORDS, widen, words_of
+from attnmesh.ops.gluon_widening import (
+    LOWEST_UNIT,
+    as_rows,
+    inverse_of,
+    read_unit,
+    row_unit_of,
+    scale_tail,
+    unit_of,
+    widen,
+    write_unit,
+)
 from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
@@ -97,7 +107,16 @@ _D_V = gl.constexpr(D_V)
 QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
 _TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
-_VALUE_CONSUMER, _PRODUCER, _WIDENING_PRODUCER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(80)
+_VALUE_CONSUMER, _PRODUCER, _WIDENING_PRODUCER = gl.constexpr(160), gl.constexpr(24), gl.constexpr(56)
+
+# Of the pairs of bytes of a quarter. A lane has 16 columns of a row. The eight lanes that access shared memory together
+# read different banks, and write to different banks.
+_PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]], [[0, 8], [0, 16], [5, 0], [0, 32], [2, 0]], [[4, 0], [8, 0]], [],
+        [KEYS, D_V // 8],
+    )
+)  # fmt: skip
 
 # A product leaves each lane two neighboring columns of a quarter at a time, so that an instruction that stores results
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
@@ -127,7 +146,7 @@ _KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothin
 class Memory(NamedTuple):
     """Shared memory."""
 
-    q: Any  # all but the first quarter
+    q: Any  # all but the first quarter; like keys and weights fp16 where keys are widened
     q_tail: Any
     k: Any
     tails: Any  # and then the weights [ROWS, KEYS]
@@ -153,6 +172,8 @@ class Codes(NamedTuple):
 
     quarters: Any  # two
     scales: Any  # of a tile
+    units: Any  # of tiles: the power of two that their values in 16 bits are divided by
+    row_units: Any  # that queries are divided by
     ready: Any
     scales_ready: Any
 
@@ -177,11 +198,12 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
+    main: gl.constexpr = dtype if k_scales is None else gl.float16
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_memory = gl.allocate_shared_memory(dtype, [3, _ROWS, _QUARTER], wide)
+    q_memory = gl.allocate_shared_memory(main, [3, _ROWS, _QUARTER], wide)
     q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
-    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
+    keys = gl.allocate_shared_memory(main, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
     acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
@@ -200,6 +222,8 @@ def _attend_kernel(
         codes = Codes(
             gl.allocate_shared_memory(k_main.dtype, [2, 1, 1, _KEYS, _QUARTER], k_main.layout),
             gl.allocate_shared_memory(gl.float32, [1, 1, 1, _KEYS, 4], k_scales.layout),
+            gl.allocate_shared_memory(gl.float32, [_TAILS, 1], flat),
+            gl.allocate_shared_memory(gl.float32, [_ROWS], flat),
             new_barriers(2, 1),
             new_barriers(1, 1),
         )
@@ -242,6 +266,7 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
         table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         key = item.begin
         blocks = blocks_of(table_row, key, item, SHAPE)
+        unit = item.tiles * 0.0 + LOWEST_UNIT
         if item.tiles > 0:
             _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
             _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
@@ -251,13 +276,14 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
             scale = matrix(codes.scales, 0)
+            unit = unit_of(scale, unit, item.first - key, item.stop - key)
             scales = (
-                scale.slice(0, 1, dim=1).load(WORDS), scale.slice(1, 1, dim=1).load(WORDS),
-                scale.slice(2, 1, dim=1).load(WORDS), scale.slice(3, 1, dim=1).load(WORDS),
+                scale.slice(0, 1, dim=1).load(_PAIRS), scale.slice(1, 1, dim=1).load(_PAIRS),
+                scale.slice(2, 1, dim=1).load(_PAIRS), scale.slice(3, 1, dim=1).load(_PAIRS),
             )  # fmt: skip
             for quarter in gl.static_range(4):
                 mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
-                words = words_of(codes.quarters.index(quarter % 2)).load(WORDS)
+                pairs = _pairs(codes.quarters.index(quarter % 2)).load(_PAIRS)
                 group_barrier()  # all warps have read them
                 if quarter < 2:
                     _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
@@ -265,7 +291,9 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
                     _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                widen(words, scales[quarter], matrix(memory.k, at % RING))
+                widen(pairs, scales[quarter], unit, matrix(memory.k, at % RING))
+                if quarter == 0:  # in the slot of tile `step - 3`, which the value consumers are done with
+                    write_unit(unit, codes.units.index(step % _TAILS))
                 fence_async_shared()
                 mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
             step += 1
@@ -274,6 +302,12 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
                 _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         position = after(position, item)
+
+
+@gluon.jit
+def _pairs(memory):
+    """The pairs of bytes [keys, pairs] of a quarter."""
+    return memory._reinterpret(gl.int16, [_KEYS, _QUARTER // 2], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -305,11 +339,28 @@ def _score(
         item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
-            raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
+            factor, unit = scale_log2, 1.0  # of scores, and of keys
+            if memory.codes is None:
+                q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
+            else:
+                q_first, unit = _narrow_queries(
+                    q, q_strides, memory, barriers, step, position.sequence, work, grid, SHAPE
+                )
+                factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
+            raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(factor)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = warpgroup_mma_wait(0, [_products(q_first, memory, barriers, step, grid, SHAPE)])
+                scores = _products(q_first, memory, barriers, step, grid, SHAPE)
+                ratio = 1.0
+                if memory.codes is not None:
+                    new_unit = _unit(memory, barriers, step, SHAPE)
+                    ratio = unit * inverse_of(new_unit)
+                    if ratio < 1.0:  # rarely
+                        scale_tail(memory.q_tail, ratio)
+                    unit = new_unit
+                    factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
+                    raw_max *= ratio
+                scores = warpgroup_mma_wait(0, [_add_tail(scores, memory, barriers, step)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
                 raw_max, total = _weigh(
@@ -323,16 +374,17 @@ def _score(
                     memory,
                     barriers,
                     step,
-                    scale_log2,
+                    factor,
+                    ratio,
                     grid,
                     SHAPE,
                 )
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
-            row_max = row_max_of(raw_max, scale_log2)
-            factor = finish_rows(row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE)
-            memory.weight.store(factor)
+            row_max = row_max_of(raw_max, factor)
+            weight = finish_rows(row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE)
+            memory.weight.store(weight * unit)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
         position = after(position, item)
@@ -366,6 +418,45 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
 
 
 @gluon.jit
+def _narrow_queries(
+    q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr
+):  # fmt: skip
+    """`_load_queries` in fp16 where keys are widened; returns the unit of the first keys, too."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
+    dtype: gl.constexpr = q.dtype.element_ty
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
+    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
+    # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
+    last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
+    largest = gl.max(gl.abs(last.to(gl.float32)), 1)
+    for quarter in gl.static_range(3):
+        values = load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE)
+        as_rows(memory.q.index(quarter), dtype, _QUARTER).store(values)
+        largest = gl.maximum(largest, gl.max(gl.abs(values.to(gl.float32)), 1))
+    fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
+    memory.codes.row_units.store(row_unit)
+    power = inverse_of(row_unit)[:, None]
+    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(lines)
+    memory.q.index(0).store((first.to(gl.float32) * power).to(gl.float16))
+    group_barrier()
+    q_first = memory.q.index(0).load(operand)
+    group_barrier()  # all warps have read it
+    for quarter in gl.static_range(2):
+        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(lines)
+        memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
+    memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
+    unit = _unit(memory, barriers, step, SHAPE)
+    memory.q_tail.store((last.to(gl.float32) * (power * inverse_of(unit))).to(dtype))
+    fence_async_shared()
+    group_barrier()
+    return q_first, unit
+
+
+@gluon.jit
 def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Starts the products of the queries with a tile of keys."""
     scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
@@ -375,14 +466,37 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.con
         queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
         keys = matrix(memory.k, slot).permute([1, 0])
         scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _add_tail(scores, memory, barriers, step):
+    """Starts the product of the tails, too."""
     slot = step % _TAILS
     mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
     return warpgroup_mma(memory.q_tail, matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
+def _unit(memory, barriers, step, SHAPE: gl.constexpr):
+    """The power of two that the values of a tile were divided by."""
+    slot = 4 * step % SHAPE.ring
+    mbarrier.wait(barriers.k_ready.index(slot), 4 * step // SHAPE.ring & 1)
+    return read_unit(memory.codes.units.index(step % _TAILS))
+
+
+@gluon.jit
+def _weights(memory, slot):
+    """The weights of a tile, where its tail was."""
+    if memory.codes is None:
+        return matrix(memory.tails, slot)
+    else:  # noqa: RET505, a constant condition
+        return as_rows(memory.tails.index(slot), gl.float16, _KEYS)
+
+
+@gluon.jit
 def _weigh(
-    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, scale_log2, grid: gl.constexpr,
+    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid: gl.constexpr,
     SHAPE: gl.constexpr,
 ):  # fmt: skip
     """Hands the weights of a tile and `acc_scale`, the factor of the sums so far, to the value consumers.
@@ -396,12 +510,12 @@ def _weigh(
         scores = gl.where(visible, scores, float("-inf"))
         if (key < item.first) | (key + _KEYS > item.stop):
             clear_outside(memory.k, step, key, item, SHAPE)
-    new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
-    factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
+    new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), factor)
+    factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
     acc_scale = gl.exp2(exponent)
-    memory.acc_scale.index(slot).store(acc_scale)
+    memory.acc_scale.index(slot).store(acc_scale * ratio)
     weights = gl.exp2(scores * factor[:, None] - shift[:, None])
-    matrix(memory.tails, slot).store(weights.to(memory.tails.dtype))
+    _weights(memory, slot).store(weights.to(memory.q.dtype))
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
     return new_raw_max, total * acc_scale + gl.sum(weights, 1)
@@ -428,7 +542,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
                 if gl.min(acc_scale, 0) < 1.0:
                     left = left * acc_scale[:, None]
                     right = right * acc_scale[:, None]
-                weights = matrix(memory.tails, slot)
+                weights = _weights(memory, slot)
                 near, far = (4 * step + PART) % SHAPE.ring, (4 * step + PART + 2) % SHAPE.ring
                 left = warpgroup_mma(weights, matrix(memory.k, near), left, is_async=True)
                 left = warpgroup_mma_wait(0, [left])
