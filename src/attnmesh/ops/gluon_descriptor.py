@@ -1,4 +1,4 @@
-"""Descriptors of tensors for Hopper's copy engine (TMA), which Gluon kernels take as arguments.
+"""Descriptors of tensors for Hopper's copy engine (TMA), which kernels take as arguments.
 
 Triton encodes them at launch with a call of the driver, which requires a current context. torch makes one current in a
 thread with the first call of the runtime that needs it, and a tensor that another thread made may not have needed any.
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor as TileDescriptor
 
 
 class _Contexts(threading.local):
@@ -36,6 +37,15 @@ def descriptor(x: Tensor, block: list[int], begin: int = 0) -> Any:
     # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
     strides = [64 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(x.element_size(), block[-1], x.ndim))
+
+
+def tile_descriptor(x: Tensor, block: list[int]) -> Any:
+    """The copy engine's view of `x` in blocks of this shape, for a kernel in Triton's own language.
+
+    To be passed to a kernel by the same thread.
+    """
+    ensure_context(x.get_device())
+    return TileDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 def ensure_context(device: int) -> None:

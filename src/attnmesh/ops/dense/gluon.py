@@ -14,11 +14,11 @@ from attnmesh.ops.dense.triton import Triton, _module
 from attnmesh.ops.launch import is_hopper
 from attnmesh.utils.optional import installed
 
-_LATENT = 512  # features of a key, from which `gluon_latent` may serve it
+_LATENT = 512  # features of a key, from which it may be a latent
 
 
 class Gluon(Triton):
-    """Backend on the kernels in `gluon_forward`, `gluon_latent` and `gluon_backward`.
+    """Backend on the kernels in `gluon_forward`, `gluon_latent` and `gluon_backward`, and on `latent_backward`.
 
     The order in which gradients of queries are summed differs between runs, unless `torch.use_deterministic_algorithms`
     is on.
@@ -40,18 +40,21 @@ class Gluon(Triton):
         if not is_hopper(call.q.device):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
-        if reason is not None and part == "forward" and call.q.shape[3] >= _LATENT:
-            of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, call.scores)
+        if reason is not None and call.q.shape[3] >= _LATENT:
+            latent = _module("gluon_latent" if part == "forward" else "latent_backward")
+            of_latents = latent.why_not(call.q, call.k, call.v, call.scores)
             reason = None if of_latents is None else f"{reason}, or latents, for which {of_latents}"
         return reason
 
     def _forward(self, call: Call) -> Callable[..., State]:
         return _module("gluon_latent" if call.q.shape[3] >= _LATENT else "gluon_forward").forward  # type: ignore[no-any-return]
 
-    def _gradients(self) -> Callable[..., list[Tensor | None]]:
-        gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients
+    def _gradients(self, call: Call) -> Callable[..., list[Tensor | None]]:
+        module = _module("latent_backward" if call.q.shape[3] >= _LATENT else "gluon_backward")
+        gradients: Callable[..., list[Tensor | None]] = module.gradients
         return partial(gradients, deterministic=True) if torch.are_deterministic_algorithms_enabled() else gradients
 
-    def _backward(self) -> Callable[..., None]:
-        backward: Callable[..., None] = _module("gluon_backward").backward
+    def _backward(self, call: Call) -> Callable[..., None]:
+        module = _module("latent_backward" if call.q.shape[3] >= _LATENT else "gluon_backward")
+        backward: Callable[..., None] = module.backward
         return partial(backward, deterministic=True) if torch.are_deterministic_algorithms_enabled() else backward

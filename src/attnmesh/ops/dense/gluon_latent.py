@@ -24,13 +24,20 @@ _LEAST_FILLED = 0.5  # of the rows of a tile: with fewer heads the kernel in Tri
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
     """The reason why the kernel cannot serve these tensors on a Hopper GPU; None if it can."""
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads, reason = q.shape[1], not_latents(q, k, v, scores)
+    if reason is None and heads < _LEAST_FILLED * HEADS * -(-heads // HEADS):
+        return f"it takes query heads that fill half of a tile of {HEADS}"
+    return reason
+
+
+def not_latents(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
+    """The reason why these are not queries and latents in 16 bits with plain scores; None if they are."""
     if q.dtype not in (torch.bfloat16, torch.float16) or v.shape[3] != D_V or q.shape[3] not in (D_V, D_V + D_TAIL):
         return f"it takes fp16 and bf16 keys of {D_V} or {D_V + D_TAIL} features and values of {D_V}"
     if not v.numel() or v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
         return f"values must be the first {D_V} features of the keys, v = k[..., :{D_V}]"
-    if kv_heads != 1 or heads < _LEAST_FILLED * HEADS * -(-heads // HEADS):
-        return f"it takes one KV head and query heads that fill half of a tile of {HEADS}"
+    if k.shape[1] != 1:
+        return "it takes one KV head"
     return None if scores.plain else "it takes no softcap and no alibi_slopes"
 
 

@@ -46,10 +46,10 @@ class Triton:
     def _forward(self, call: Call) -> Callable[..., State]:
         return _module("triton_forward").forward  # type: ignore[no-any-return]
 
-    def _backward(self) -> Callable[..., None]:
+    def _backward(self, call: Call) -> Callable[..., None]:
         return _module("triton_backward").backward  # type: ignore[no-any-return]
 
-    def _gradients(self) -> Callable[..., list[Tensor | None]]:
+    def _gradients(self, call: Call) -> Callable[..., list[Tensor | None]]:
         return _module("triton_backward").gradients  # type: ignore[no-any-return]
 
     def forward(self, call: Call, total: StateAccumulator) -> None:
@@ -89,7 +89,7 @@ class Triton:
         if self.name == "triton" and has_one_part and all(needs) and result.grad_lse is None and cost.is_short(call):
             short = _module("triton_backward").short_gradients
             return short(*inputs, result.out, result.lse, result.grad_out, **how)  # type: ignore[no-any-return]
-        return self._gradients()(*inputs, result.grad_out, result.lse, result.delta, needs=needs, **how)
+        return self._gradients(call)(*inputs, result.grad_out, result.lse, result.delta, needs=needs, **how)
 
     def prepare(self, call: Call, result: Result) -> None:
         """Does nothing: its blocks do not run on two streams."""
@@ -102,7 +102,7 @@ class Triton:
         if all(grad.one_call for grad in wanted):
             self._backward_once(call, result, grads, launches)
             return
-        kernel = self._backward()
+        kernel = self._backward(call)
         first = len(launches) == 1 and launches[0].keys is None
         for grad, x in ((grads.k, call.k), (grads.v, call.v)):
             first = first and (grad is None or (grad.empty and grad.shape == x.shape))
@@ -115,7 +115,7 @@ class Triton:
             )  # fmt: skip
 
     def _backward_once(self, call: Call, result: Result, grads: Grads, launches: Sequence[_Launch]) -> None:
-        kernel = self._backward()
+        kernel = self._backward(call)
         every = ("q", grads.q, call.q), ("k", grads.k, call.k), ("v", grads.v, call.v)
         for launch in launches:
             sums = {name: torch.zeros_like(x) for name, grad, x in every if grad is not None}
@@ -206,16 +206,26 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
         )
         bounds = None
         if block.kind is Kind.PARTIAL:
-            first, end = visibility.bounds(device)
-            if at is not None or to is not None:
-                first, end = ((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
-            bounds = _module("triton_tiles").Bounds.of((first, end))
+            on_host = None
+            if isinstance(visibility, Patch):
+                on_host = _bounds_of(visibility, block, at, to, torch.device("cpu"))
+            bounds = _module("triton_tiles").Bounds.of(_bounds_of(visibility, block, at, to, device), on_host)
         positions: tuple[Tensor | None, Tensor | None] = (None, None)
         if with_positions:
             q_positions, k_positions = visibility.positions(device)
             positions = _last(q_positions, at), _last(k_positions, to)
         unseen = unseen_rows if zero_rows else None, unseen_keys
         yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
+
+
+def _bounds_of(
+    visibility: Visibility, block: Block, rows: slice | None, keys: slice | None, device: torch.device
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The bounds of some rows, within the keys of a block."""
+    first, end = visibility.bounds(device)
+    if rows is not None or keys is not None:
+        first, end = ((_last(x, rows) - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
+    return first, end
 
 
 def _part(x: Tensor, rows: slice | None) -> Tensor:

@@ -140,7 +140,7 @@ def backward(
             _known.add(key, launch)
     if grad_k is not None or grad_v is not None:
         # The same kernel for every mask: without bounds the compiler recomputes more in each step.
-        visible = _as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
+        visible = as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
         tiles = key_tiles or pick_tiles(GRAD_KEY_TILES, q, v, held=("k", "v"))
         programs = triton.cdiv(k.shape[2], tiles.keys) * k.shape[0] * k.shape[1]
         splits = _MAX_SPLITS if visible.parts > 1 and not ordered else 1
@@ -193,7 +193,7 @@ def short_gradients(
 
     Heads have at most 128 columns, and the mask one part.
     """
-    visible = _as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
+    visible = as_bounds(causal, q, k) if bounds is None else Bounds.of(bounds)
     tiles = _SHORT_TILES[q.element_size()]
     rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
     grads = [torch.empty_like(x) for x in (q, k, v)]
@@ -247,21 +247,25 @@ def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Ten
 _bounds: Recent[Bounds] = Recent(32)
 
 
-def _as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
+def as_bounds(causal: bool, q: Tensor, k: Tensor) -> Bounds:
     """The bounds of rows that attend to all keys, or to keys j <= i if `causal`."""
     q_len, kv_len, device = q.shape[2], k.shape[2], q.device
     stream = stream_of(q)
     key = causal, q_len, kv_len, device, stream
     found = _bounds.get(key)
     if found is None:
-        if causal:
-            end = torch.arange(1, q_len + 1, dtype=torch.int32, device=device)
-        else:
-            end = torch.full((q_len,), kv_len, dtype=torch.int32, device=device)
-        found = Bounds.of((torch.zeros_like(end)[None, None], end[None, None]))
+        on_device, on_host = (_whole_bounds(causal, q_len, kv_len, at) for at in (device, torch.device("cpu")))
+        found = Bounds.of(on_device, on_host)
         if stream is not None:
             _bounds.add(key, found)
     return found
+
+
+def _whole_bounds(causal: bool, q_len: int, kv_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    end = torch.full((1, 1, q_len), kv_len, dtype=torch.int32, device=device)
+    if causal:
+        end = torch.arange(1, q_len + 1, dtype=torch.int32, device=device)[None, None]
+    return torch.zeros_like(end), end
 
 
 def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Tensor:

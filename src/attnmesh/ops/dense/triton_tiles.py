@@ -144,7 +144,8 @@ def _fitted(tiles: DenseTiles, key_dim: int, value_dim: int, size: int, held: tu
 class Bounds(NamedTuple):
     """The bounds of a mask as kernel arguments: pointers, strides over parts and sequences, and the number of parts.
 
-    `kept` is what kernels derive from the bounds, for the next launch.
+    `kept` is what kernels derive from the bounds, for the next launch. `on_host` are the bounds in host memory, where
+    they are known there: reading those of a device would stall it.
     """
 
     first: Tensor | None
@@ -152,18 +153,30 @@ class Bounds(NamedTuple):
     strides: tuple[int, int]
     parts: int
     kept: dict[Any, Any]
+    on_host: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, bounds: "tuple[Tensor, Tensor] | Bounds | None") -> "Bounds":
+    def of(
+        cls, bounds: "tuple[Tensor, Tensor] | Bounds | None", on_host: tuple[Tensor, Tensor] | None = None
+    ) -> "Bounds":  # fmt: skip
         """From `first` and `end`, int32 [parts, B or 1, rows]; None is a mask that is not described by bounds."""
         if bounds is None:
             return _NO_BOUNDS
         if isinstance(bounds, Bounds):
             return bounds
         first, end = bounds
+        on_host = bounds if first.device.type == "cpu" else on_host
         if first.stride(-1) != 1 or first.stride() != end.stride():
             first, end = first.contiguous(), end.contiguous()
-        return cls(first, end, (first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)), first.shape[0], {})
+        strides = first.stride(0), 0 if first.shape[1] == 1 else first.stride(1)
+        return cls(first, end, strides, first.shape[0], {}, on_host)
+
+    def of_rows(self, part: int, sequence: int, rows: slice) -> tuple[Tensor, Tensor]:
+        """The bounds of some rows of one part of the mask of one sequence."""
+        assert self.first is not None
+        assert self.end is not None
+        at = part, sequence if self.strides[1] else 0, rows
+        return self.first[at], self.end[at]
 
     def each(self) -> "Sequence[Bounds]":
         """The bounds of each part."""
