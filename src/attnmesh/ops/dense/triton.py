@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.ranges import narrow
 from attnmesh.core.state import State
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
 from attnmesh.ops.dense import cost
@@ -151,6 +152,7 @@ class _Launch(NamedTuple):
     causal: bool
     bounds: Any  # `Bounds`, or None: rows attend to all keys, or to those up to their own
     positions: tuple[Tensor | None, Tensor | None]  # where the scores depend on them
+    even: Any  # the same as `EvenPositions`, where they have that form
     unseen: tuple[Tensor | None, Tensor | None]  # rows and keys that may hold NaN, to be read as 0
 
     def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +174,7 @@ class _Launch(NamedTuple):
         tiles = _module("triton_tiles")
         if scores.plain:
             return tiles.PLAIN
-        return tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions)
+        return tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions, self.even)
 
 
 _known: Recent[tuple[Visibility, tuple[_Launch, ...]]] = Recent()
@@ -224,11 +226,16 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
                 first, end = ((_last(x, at) - block.k.start).clamp_(0, len(block.k)) for x in (first, end))
             bounds = _module("triton_tiles").Bounds.of((first, end))
         positions: tuple[Tensor | None, Tensor | None] = (None, None)
+        even = None
         if with_positions:
             q_positions, k_positions = visibility.positions(device)
             positions = _last(q_positions, at), _last(k_positions, to)
+            if isinstance(visibility, Patch):
+                even = _module("triton_tiles").EvenPositions.of(
+                    narrow(visibility.q, block.q), narrow(visibility.k, block.k)
+                )
         unseen = unseen_rows if zero_rows else None, unseen_keys
-        yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
+        yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, even, unseen)
 
 
 def _part(x: Tensor, rows: slice | None) -> Tensor:
