@@ -21,6 +21,7 @@ import attnmesh as am
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_fp8, gluon_grouped, gluon_latent, gluon_narrow
 from attnmesh.ops.dense import gluon_backward, gluon_forward
+from attnmesh.ops.dense.triton_tiles import PLAIN
 from attnmesh.ops.sparse import gluon_decode, gluon_distribution, gluon_topk, triton_topk
 from attnmesh.ops.storage import Quantized, dequantize
 from attnmesh.testing.attention import assert_attention_close, forward_backward, random_inputs
@@ -30,7 +31,7 @@ from helpers import sparse_kernels
 from helpers.cases import first, sweep
 from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk, random_lengths
 from helpers.decode import assert_decode_close
-from helpers.dense_kernels import dense, mask_case, relative
+from helpers.dense_kernels import dense, even_terms, mask_case, relative
 from helpers.gluon import emulated
 from helpers.persistent import Launch, loops_over_items, signs_of_items, watched_launches
 
@@ -43,10 +44,10 @@ LEAST = 3  # items per program
 
 def check_dense_forward(
     kernel: ModuleType, mask: str, heads: tuple[int, int], lengths: tuple[int, int], widths: tuple[int, int], *,
-    batch: int = 1, stages: int = 1, sinks: bool = False, dtype: torch.dtype = torch.bfloat16,
+    batch: int = 1, stages: int = 1, sinks: bool = False, slopes: bool = False, dtype: torch.dtype = torch.bfloat16,
     device: str = "cuda", **how: object,
 ) -> None:  # fmt: skip
-    """One launch, or several over a part of the keys each, from state to state."""
+    """One launch, or several over a part of the keys each, from state to state; slopes are those of even positions."""
     if mask == "sequences":
         batch = 3
     q_len, kv_len = lengths
@@ -54,17 +55,21 @@ def check_dense_forward(
     q, k, v = (torch.randn(batch, *shape, device=device).to(dtype) for shape in shapes)
     given = torch.randn(heads[0], device=device) if sinks else None
     seen, visible = mask_case(mask, q_len, kv_len, batch, q.device)
-    state, whole = None, seen["bounds"]
+    state, whole, terms = None, seen["bounds"], PLAIN
     for stage in range(stages):
         begin, stop = (kv_len * n // stages for n in (stage, stage + 1))
         last = stage == stages - 1
         if stages > 1:
             seen["bounds"] = tuple(x.clamp(begin, stop) - begin for x in whole)
+        if slopes:
+            of_heads = 2.0 ** -torch.arange(1.0, heads[0] + 1, device=device)
+            terms, _ = even_terms(of_heads, (range(q_len),), (range(kv_len),))
+            _, how["terms"] = even_terms(of_heads, (range(q_len),), (range(begin, stop),))
         state = kernel.forward(
             q, k[:, :, begin:stop], v[:, :, begin:stop], scale=0.2, **seen, state=state,
             out_dtype=q.dtype if last else torch.float32, sinks=given if last else None, **how,
         )  # fmt: skip
-    exact, plain = (dense(q, k, v, 0.2, visible, x, sinks=given) for x in (torch.float64, dtype))
+    exact, plain = (dense(q, k, v, 0.2, visible, x, terms, given) for x in (torch.float64, dtype))
     for name, *three in zip(("out", "lse"), state, plain, exact, strict=True):
         assert_close(name, *three, rounding=ROUNDING[dtype])
 
@@ -281,6 +286,8 @@ ON_GPU: dict[str, dict[str, Callable[[], None]]] = {
         "documents, wide": partial(FORWARD, "documents", (8, 2), (2100, 2100), (256, 256), batch=3),
         "union, sinks": partial(FORWARD, "union", (16, 2), (2100, 2100), (192, 128), batch=2, sinks=True),
         "causal": partial(FORWARD, "causal", (16, 4), (3300, 3300), (128, 128)),
+        "slopes": partial(FORWARD, "causal", (16, 4), (3300, 3300), (128, 128), slopes=True),
+        "slopes, states": partial(FORWARD, "random", (8, 2), (2100, 2100), (64, 64), batch=3, slopes=True, **STATES),
         "states": partial(FORWARD, "slices", (8, 2), (2100, 2100), (128, 128), batch=3, **STATES),
         "states, random": partial(FORWARD, "random", (8, 2), (2100, 2100), (64, 64), batch=3, **STATES),
         "training, documents": partial(check_dense_training, "gluon", "documents", 2500, (16, 4), (128, 128), batch=2),
@@ -446,7 +453,7 @@ def emulated_decode(module: ModuleType, seed: int, **how: object) -> None:
 EMULATED: dict[str, Callable[[int], None]] = {
     "dense.gluon_forward._forward_kernel": lambda seed: check_dense_forward(
         emulated(gluon_forward, seed), "slices", (4, 2), (400, 300), (64, 64), stages=1 + seed % 2,
-        dtype=torch.float16, device="cpu", tiles=gluon_forward.GluonTiles(keys=64, stages=2),
+        slopes=seed % 3 == 0, dtype=torch.float16, device="cpu", tiles=gluon_forward.GluonTiles(keys=64, stages=2),
     ),
     "dense.gluon_backward_kernel.backward_kernel": emulated_backward,
     "sparse.gluon_topk._topk_kernel": emulated_topk,

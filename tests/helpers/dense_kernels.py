@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State
-from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, ScoreTerms
+from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, EvenPositions, ScoreTerms
 from helpers.cases import else_sweep
 
 CUDA = torch.cuda.is_available()
@@ -116,6 +118,15 @@ def score_terms(
             if q_len == kv_len:  # self-attention: most keys that a causal row sees are before it
                 positions = positions[:1] * 2
     return ScoreTerms(2.0 if softcap else None, slopes, *(positions or (None, None)))
+
+
+def even_terms(slopes: Tensor, q: Ranges, k: Ranges) -> tuple[ScoreTerms, ScoreTerms]:
+    """Terms of rows and keys at these positions; then what a kernel gets that has to know them by `even` alone."""
+    positions = [ranges.as_tensor(x, slopes.device).int() for x in (q, k)]
+    even = EvenPositions.of(q, k)
+    assert even is not None
+    unread = [torch.full_like(x, -1 << 20) for x in positions]
+    return ScoreTerms(None, slopes, *positions, even), ScoreTerms(None, slopes, *unread, even)
 
 
 def dense(

@@ -638,6 +638,7 @@ class Machine:
             "multiple_of": lambda x, n: x,
             "minimum": lambda a, b: torch.minimum(value(a), value(b)),
             "max": torch.amax,
+            "fma": partial(multiply_add, subtracts=False),
             "min": torch.amin,
             "cast": lambda x, dtype, bitcast: value(x).view(dtype),
             "cdiv": lambda a, b: (a + b - 1) // b,

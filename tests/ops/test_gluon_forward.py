@@ -9,16 +9,22 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import attnmesh as am
+from attnmesh.core import ranges
+from attnmesh.core.ranges import Ranges
 from attnmesh.core.state import State
-from attnmesh.ops.dense import gluon_forward
+from attnmesh.core.visibility import Patch
+from attnmesh.ops.dense import gluon_forward, triton
+from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.ops.dense.gluon_forward import TILES, GluonTiles
-from attnmesh.ops.dense.triton_tiles import ScoreTerms
+from attnmesh.ops.dense.triton_tiles import EvenPositions, ScoreTerms
 from helpers.cases import else_sweep, first, in_turn, sweep
 from helpers.dense_kernels import (
     HUGE_EXPONENTS,
     MASKS,
     assert_huge_scores_are_right,
     dense,
+    even_terms,
     make_scores_huge,
     mask_case,
     relative,
@@ -46,13 +52,18 @@ def inputs(
 
 def assert_right(
     kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, *, softcap: float | None = None,
-    sinks: Tensor | None = None, alibi: bool = False, **how: object,
+    sinks: Tensor | None = None, alibi: bool = False, even: tuple[Ranges, Ranges] | None = None, **how: object,
 ) -> State:  # fmt: skip
-    """Against float64, with at most twice the error of the plain computation in the dtype of q."""
+    """Against float64, with at most twice the error of the plain computation in the dtype of q.
+
+    With `alibi` positions have gaps, with `even` rows and keys have those.
+    """
     seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
-    terms = score_terms(False, alibi, q.shape[1], q.shape[2], k.shape[2], q.device, ascending=True)
+    given = terms = score_terms(False, alibi, q.shape[1], q.shape[2], k.shape[2], q.device, ascending=True)
+    if even is not None:
+        terms, given = even_terms(slopes_of(q), *even)
     terms = terms._replace(softcap=softcap)
-    how |= {"terms": terms, "sinks": sinks}
+    how |= {"terms": given._replace(softcap=softcap), "sinks": sinks}
     result = kernel.forward(q, k, v, scale=0.2, **seen, state=None, out_dtype=q.dtype, **how)
     truth, plain = (dense(q, k, v, 0.2, visible, dtype, terms, sinks) for dtype in (torch.float64, q.dtype))
     assert result.out.dtype == q.dtype
@@ -61,6 +72,13 @@ def assert_right(
         assert relative(mine, exact) <= 2 * relative(theirs, exact) + 1e-6
     assert (result.out[truth.lse.isneginf()] == 0).all()
     return result
+
+
+def slopes_of(q: Tensor) -> Tensor:
+    """A slope per head: one below 0, then as in the ALiBi paper."""
+    slopes = score_terms(False, True, q.shape[1], 1, 1, q.device, ascending=True).slopes
+    assert slopes is not None
+    return slopes
 
 
 WIDTHS = [*TILES, (80, 80), (40, 96), (224, 16), (72, 136)]
@@ -123,6 +141,110 @@ def test_softcap(mask):
 )
 def test_slopes(mask, heads, lengths, how):
     assert_right(emulated(gluon_forward), *inputs(heads, *lengths), mask, alibi=True, tiles=SMALL, **how)
+
+
+EVEN = [  # mask, heads, positions of rows and keys
+    ("causal", (2, 1), (range(260),), (range(260),), {}),
+    # Two pieces of a zigzag layout: rows that attend to their own keys, and to those of another rank.
+    ("causal", (3, 1), (range(128), range(640, 768)), (range(128), range(640, 768)), {}),
+    ("full", (2, 2), (range(512, 600),), (range(128), range(896, 1000)), {}),  # keys after rows
+    ("window", (8, 1), (range(3, 180, 4),), (range(1, 178, 4),), {"pack": 4}),  # striped
+    ("union", (4, 1), (range(77),), (range(70, 270),), {"softcap": 2.0}),
+    sweep("random", (2, 1), (range(5), range(9, 18)), (range(64), range(100, 236)), {"sinks": torch.ones(2)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "heads", "q_runs", "k_runs", "how"), EVEN)
+def test_slopes_of_even_positions(mask, heads, q_runs, k_runs, how):
+    q, k, v = inputs(heads, ranges.size(q_runs), ranges.size(k_runs))
+    assert_right(emulated(gluon_forward), q, k, v, mask, even=(q_runs, k_runs), tiles=SMALL, **how)
+
+
+def test_a_jump_within_a_tile_takes_the_positions():
+    q, k, v = inputs((2, 1), 70, 200)
+    q_runs, k_runs = (range(150, 220),), (range(100), range(120, 220))
+    assert EvenPositions.of(q_runs, k_runs).k_split % SMALL.keys != 0
+    with pytest.raises(AssertionError):  # which are not there
+        assert_right(emulated(gluon_forward), q, k, v, "random", even=(q_runs, k_runs), tiles=SMALL)
+    terms, _ = even_terms(slopes_of(q), q_runs, k_runs)
+    seen, visible = mask_case("random", 70, 200, 1, q.device)
+    how = {"scale": 0.2, "state": None, "out_dtype": q.dtype, "tiles": SMALL}
+    result = emulated(gluon_forward).forward(q, k, v, **seen, terms=terms, **how)
+    truth = dense(q, k, v, 0.2, visible, torch.float64, terms)
+    assert relative(result.out, truth.out) < 1e-3
+    assert relative(result.lse, truth.lse) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("q_runs", "k_runs", "even"),
+    [
+        ((range(8, 40),), (range(3, 50),), (1, 5, 0, 0, 0, 0)),
+        ((range(1, 9, 4), range(13, 30, 4)), (range(0, 32, 4),), (4, 1, 2, 4, 0, 0)),
+        ((range(9, 10),), (range(0, 6, 2), range(20, 30, 2)), (2, 9, 0, 0, 3, 14)),  # one row has no step
+        ((range(9),), (range(0, 18, 2),), None),
+        ((range(9),), (range(3), range(5, 7), range(20, 30)), None),
+        ((range(9),), (), None),
+    ],
+)
+def test_even_positions(q_runs, k_runs, even):
+    assert EvenPositions.of(q_runs, k_runs) == even
+
+
+@pytest.mark.parametrize(
+    ("q_runs", "k_runs", "causal", "later"),
+    [
+        ((range(9),), (range(9),), True, False),
+        ((range(5, 14),), (range(9),), True, False),
+        ((range(4), range(9, 12)), (range(4), range(9, 12)), True, False),
+        ((range(4), range(9, 12)), (range(3), range(9, 12)), True, True),
+        ((range(9),), (range(1, 10),), True, True),
+        ((range(9),), (range(9),), False, True),
+    ],
+)
+def test_even_positions_know_of_later_keys(q_runs, k_runs, causal, later):
+    assert EvenPositions.of(q_runs, k_runs).has_later_keys(causal) == later
+
+
+@pytest.mark.parametrize(
+    ("mask", "q_runs", "k_runs", "even"),
+    [
+        (am.Causal(), (range(10),), (range(10),), (1, 0, 0, 0, 0, 0)),
+        (am.Causal(), (range(1, 41, 4),), (range(2, 42, 4),), (4, 3, 0, 0, 0, 0)),  # no key of the first row
+        # A zigzag layout: the keys of a later rank, which only the late rows see; documents; three pieces.
+        (am.Causal(), (range(8), range(40, 48)), (range(8, 16), range(32, 40)), (1, 32, 0, 0, 8, 16)),
+        (am.Causal() & am.Documents([5, 43]), (range(8), range(40, 48)), (range(48),), (1, 0, 8, 32, 0, 0)),
+        (am.Causal(), (range(12),), (range(4), range(5, 8), range(9, 12)), None),
+    ],
+)
+def test_calls_know_even_positions(mask, q_runs, k_runs, even):
+    q, k = (torch.zeros(1, 2, ranges.size(runs), 16) for runs in (q_runs, k_runs))
+    call = Call(q, k, k, Patch(mask, q_runs, k_runs), Scores(1.0, alibi_slopes=torch.ones(2)))
+    for launch in triton._launches(call, zero_rows=False):
+        terms = launch.terms(call.scores)
+        assert terms.even == even
+        if even is not None:
+            step, q_first, q_split, q_jump, k_split, k_jump = even
+            rows, keys = (torch.arange(x.numel()) for x in (terms.q_positions, terms.k_positions))
+            q_positions = q_first + step * rows + q_jump * (rows >= q_split)
+            k_positions = step * keys + k_jump * (keys >= k_split)
+            distances = terms.q_positions[:, None] - terms.k_positions
+            assert torch.equal(distances, (q_positions[:, None] - k_positions).int())
+
+
+@pytest.mark.parametrize("exponent", [60, sweep(124)])
+def test_huge_scores_with_even_slopes(exponent):
+    """Where slopes are less than the last bit of the scores, the largest ones share the weight."""
+    q, k, v = inputs((2, 1), 140, 300, dtype=torch.bfloat16)
+    make_scores_huge(q, k, exponent, 0.2)
+    terms, given = even_terms(torch.tensor([2.0**-8, -(2.0**-10)]), (range(140),), (range(300),))
+    result = emulated(gluon_forward).forward(
+        q, k, v, scale=0.2, causal=False, bounds=None, state=None, out_dtype=torch.bfloat16, terms=given, tiles=SMALL
+    )
+    seen = torch.ones(1, 1, 140, 300, dtype=torch.bool)
+    with_slopes, without = (dense(q, k, v, 0.2, seen, torch.float64, *how) for how in ((terms,), ()))
+    near_one = torch.arange(140) % 4 == 0
+    out = torch.where(near_one[:, None], with_slopes.out, without.out)
+    assert_huge_scores_are_right(result, State(out, torch.where(near_one, with_slopes.lse, without.lse)))
 
 
 @pytest.mark.sweep
@@ -247,21 +369,26 @@ def test_an_infinite_sink_has_all_the_weight():
 
 def continued(
     kernel: ModuleType, q: Tensor, k: Tensor, v: Tensor, mask: str, stages: int, sinks: Tensor | None = None,
-    alibi: bool = False, **how: object,
+    alibi: bool = False, even: tuple[Ranges, Ranges] | None = None, **how: object,
 ) -> tuple[State, State]:  # fmt: skip
     """A launch per range of keys, from state to state, the last one in the dtype of q with sinks; and the truth."""
     seen, visible = mask_case(mask, q.shape[2], k.shape[2], q.shape[0], q.device)
     first, end = seen["bounds"]
     terms = score_terms(False, alibi, q.shape[1], q.shape[2], k.shape[2], q.device, ascending=True)
+    if even is not None:
+        terms, _ = even_terms(slopes_of(q), *even)
     state = None
     for stage in range(stages):
         begin, stop = (k.shape[2] * n // stages for n in (stage, stage + 1))
         bounds = tuple(x.clamp(begin, stop) - begin for x in (first, end))
         last = stage == stages - 1
+        given = terms._replace(k_positions=terms.k_positions[begin:stop]) if alibi else terms
+        if even is not None:
+            _, given = even_terms(terms.slopes, even[0], ranges.narrow(even[1], range(begin, stop)))
         state = kernel.forward(
             q, k[:, :, begin:stop], v[:, :, begin:stop], scale=0.2, causal=False, bounds=bounds, state=state,
             out_dtype=q.dtype if last else torch.float32, sinks=sinks if last else None,
-            terms=terms._replace(k_positions=terms.k_positions[begin:stop]) if alibi else terms, **how,
+            terms=given, **how,
         )  # fmt: skip
         if not last:
             state.out[state.lse.isneginf()] = torch.nan  # what is empty does not count
@@ -287,9 +414,10 @@ def test_states_are_continued(mask, widths, stages):
 def test_states_are_continued_with_slopes(widths):
     """From shared memory and, at the end, or from registers at the beginning."""
     q, k, v = inputs((4, 2), 140, 200, *widths)
-    state, truth = continued(emulated(gluon_forward), q, k, v, "random", 3, alibi=True, tiles=SMALL)
-    assert relative(state.out, truth.out) <= 5e-4
-    assert relative(state.lse, truth.lse) <= 1e-6
+    for how in ({"alibi": True}, {"even": ((range(100, 240),), (range(200),))}):
+        state, truth = continued(emulated(gluon_forward), q, k, v, "random", 3, tiles=SMALL, **how)
+        assert relative(state.out, truth.out) <= 5e-4
+        assert relative(state.lse, truth.lse) <= 1e-6
 
 
 def test_a_float32_state_is_overwritten():
@@ -464,6 +592,27 @@ def test_softcap_and_sinks_on_hopper():
 def test_slopes_on_hopper(widths, mask, softcap):
     q, k, v = inputs((8, 2), 777, 777, *widths, device="cuda", dtype=torch.bfloat16)
     assert_right(gluon_forward, q, k, v, mask, softcap=softcap, alibi=True)
+    runs = (range(256), range(1000, 1521))
+    assert_right(gluon_forward, q, k, v, mask, softcap=softcap, even=(runs, runs))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(NO_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("widths", [(128, 128), sweep((64, 64)), sweep((192, 128))])
+def test_slopes_of_even_positions_on_hopper(widths):
+    """Full tiles, rows of several heads, keys after rows, and states."""
+    dtype = torch.bfloat16
+    for mask, heads, q_runs, k_runs, how in (
+        ("causal", (4, 2), (range(3000),), (range(3000),), {}),
+        ("full", (8, 1), (range(1000, 1030),), (range(512), range(900, 1200)), {}),
+        ("full", (3, 1), (range(2, 1600, 8),), (range(5, 2405, 8),), {}),
+    ):
+        q, k, v = inputs(heads, ranges.size(q_runs), ranges.size(k_runs), *widths, device="cuda", dtype=dtype)
+        assert_right(gluon_forward, q, k, v, mask, even=(q_runs, k_runs), **how)
+    q, k, v = inputs((4, 2), 500, 900, *widths, device="cuda", dtype=dtype)
+    state, truth = continued(gluon_forward, q, k, v, "random", 3, even=((range(600, 1100),), (range(900),)))
+    assert relative(state.out, truth.out) <= 5e-3
+    assert relative(state.lse, truth.lse) <= 1e-6
 
 
 @pytest.mark.cuda
@@ -508,7 +657,7 @@ def test_huge_scores_on_hopper(dtype, widths):
 
 def launch(
     key_dim: int, value_dim: int, dtype: str, mask: str, stage: str, softcap: float | None, pack: int,
-    alibi: bool = False,
+    alibi: str | None = None,
 ) -> None:  # fmt: skip
     """A case, in the process that compiles. Launches that write the result have sinks, but for the usual one."""
     dtype = getattr(torch, dtype)
@@ -519,7 +668,8 @@ def launch(
     state = None if stage == "only" else State(torch.empty(1, 8, 300, value_dim), torch.empty(1, 8, 300))
     sinks = None if stage == "middle" or mask == "causal" else torch.empty(8, dtype=dtype)
     positions = torch.zeros(300, dtype=torch.int32)
-    slopes = (torch.empty(8), positions, positions) if alibi else ()
+    even = EvenPositions(1, 0, 0, 0, 0, 0) if alibi == "even" else None
+    slopes = (torch.empty(8), positions, positions, even) if alibi else ()
     gluon_forward.forward(
         q, k, v, scale=0.1, causal=mask == "causal", bounds=bounds, state=state,
         out_dtype=torch.float32 if stage == "middle" else dtype, terms=ScoreTerms(softcap, *slopes), sinks=sinks,
@@ -530,12 +680,15 @@ def launch(
 def tolerated(kernel: dict) -> int:
     """Bytes that may be spilled: arguments and addresses of the producer, read once per work tile, not per tile.
 
-    With slopes and a state at head_dim 256 also addresses of the consumers.
+    With slopes and a state at head_dim 256 also addresses of the consumers. None of them at head_dim 128 with even
+    positions: they would wait for them.
     """
-    return 192 if kernel["case"][7:] == (True,) and kernel["case"][0] == 256 else 136
+    if kernel["case"][7:] == ("even",) and kernel["case"][0] <= 128:
+        return 0
+    return 192 if kernel["case"][7:] and kernel["case"][0] == 256 else 136
 
 
-USUAL = [(128, 128, "bfloat16", "causal", "only", None, 1)]
+USUAL = [(128, 128, "bfloat16", "causal", "only", None, 1), (128, 128, "bfloat16", "causal", "only", None, 1, "even")]
 EVERY = [
     *((*widths, dtype, mask, stage, None, 1) for widths, dtype, mask, stage in [
         ((64, 64), "float16", "full", "middle"), ((128, 128), "bfloat16", "bounds", "only"),
@@ -543,7 +696,8 @@ EVERY = [
         ((80, 80), "bfloat16", "union", "last"), ((72, 136), "float16", "bounds", "middle"),
     ]),
     (128, 128, "bfloat16", "causal", "only", 30.0, 1), (128, 128, "bfloat16", "full", "only", None, 8),
-    *((*widths, "bfloat16", "bounds", "middle", None, 1, True) for widths in ((64, 64), (128, 128), (256, 256))),
+    *((*widths, "bfloat16", "bounds", "middle", None, 1, alibi) for widths in ((64, 64), (128, 128), (256, 256))
+      for alibi in ("any", "even")),
 ]  # fmt: skip
 
 

@@ -46,17 +46,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
-from attnmesh.ops.dense.gluon_online_softmax import (
-    ROWS,
-    factor_of,
-    has_later_keys,
-    initial,
-    key_distances,
-    operand,
-    rescale,
-    row_terms,
-    softmax,
-)
+from attnmesh.ops.dense.gluon_alibi import ROWS, first_scores, has_later_keys, key_distances, row_terms
+from attnmesh.ops.dense.gluon_online_softmax import factor_of, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
@@ -71,6 +62,7 @@ from attnmesh.ops.merge import new_state
 _NOT_SPECIALIZED = [
     *LENGTHS, "q_heads", "group", "work_tiles", "section", "scale", "softcap", "part_stride", "sequence_stride",
     *(f"{name}_{dim}" for name in ("state_lse", "lse") for dim in ("batch", "head", "row")),
+    "step", "q_first", "q_split", "q_jump", "k_split", "k_jump",
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
 _CONSUMERS, _RECORD, _NEW = gl.constexpr(CONSUMERS), gl.constexpr(RECORD), gl.constexpr(NEW)
@@ -89,6 +81,8 @@ class Shape(NamedTuple):
     v_dim: Any  # columns that exist
     state: Any  # NEW, IN_PLACE or OTHER
     staged: Any  # whether float32 tiles pass through shared memory
+    even: Any  # whether there are slopes, and even positions
+    later: Any  # whether there are slopes, and keys that may come after their rows
 
 
 class Memory(NamedTuple):
@@ -99,7 +93,7 @@ class Memory(NamedTuple):
     v: Any
     state: Any  # None if not staged
     work: Any
-    distances: Any  # of keys from a work tile's first row; None without slopes
+    distances: Any  # of keys from a work tile's first row; None without slopes, or if even
 
 
 class Barriers(NamedTuple):
@@ -188,8 +182,8 @@ def forward(
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
     given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks
-    alibi = terms[1:]
-    of_alibi = None if terms.slopes is None else signature(*alibi)
+    alibi = terms.tensors
+    of_alibi = None if terms.slopes is None else (*signature(*alibi), terms.even)
     key = signature(*given), scale, causal, out_dtype, terms.softcap, of_alibi, tiles, pack
     launch = _known.get(key)
     if launch is None:
@@ -227,7 +221,7 @@ def _first_launch(
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     states = result if in_place else state or (None, None)
-    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms[1:], *result)
+    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms.tensors, *result)
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
     tiles = tiles or pick_tiles(key_dim, value_dim)
@@ -248,15 +242,19 @@ def _first_launch(
     kv_section = tiles.section or (1 if apart else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
     grid = (min(work_tiles, _processors(q)),)
+    even = None if terms.slopes is None or terms.even is None or terms.even.k_split % tiles.keys else terms.even
+    positions = (None, None) if even else (terms.q_positions, terms.k_positions)
     args = (
         *q_blocks, *k_blocks, *v_blocks, *state_blocks, visible.first, visible.end, *visible.strides,
-        state_out, state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
-        result.out, out_strides, result.lse, *result.lse.stride(), sinks,
-        q_len, kv_len, q_heads, q_heads // kv_heads, work_tiles, section, scale, *terms,
+        state_out, *state_strides, state_lse, *((0, 0, 0) if state_lse is None else state_lse.stride()),
+        result.out, *out_strides, result.lse, *result.lse.stride(), sinks,
+        q_len, kv_len, q_heads, q_heads // kv_heads, work_tiles, section, scale,
+        terms.softcap, terms.slopes, *positions, *(even or (0,) * 6),
     )  # fmt: skip
     shape = Shape(
         causal, 0 if visible.first is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
-        value_dim, IN_PLACE if in_place else NEW if state is None else OTHER, staged,
+        value_dim, IN_PLACE if in_place else NEW if state is None else OTHER, staged, even is not None,
+        terms.slopes is not None and (even is None or even.has_later_keys(causal)),
     )  # fmt: skip
     options = {"SHAPE": shape, "num_warps": 4, "launch_pdl": True}
     if kv_len == 0:
@@ -294,11 +292,14 @@ def _processors(q: Tensor) -> int:
 
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end, part_stride, sequence_stride,
-    state_out, state_out_strides, state_lse, state_lse_batch, state_lse_head, state_lse_row,
-    out, out_strides, lse, lse_batch, lse_head, lse_row, sinks,
+    q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end,
+    part_stride: gl.int64, sequence_stride: gl.int64,
+    state_out, state_out_batch: gl.int64, state_out_head: gl.int64, state_out_row: gl.int64,
+    state_lse, state_lse_batch: gl.int64, state_lse_head: gl.int64, state_lse_row: gl.int64,
+    out, out_batch: gl.int64, out_head: gl.int64, out_row: gl.int64,
+    lse, lse_batch: gl.int64, lse_head: gl.int64, lse_row: gl.int64, sinks,
     q_len, kv_len, q_heads, group, work_tiles, section, scale, softcap, slopes, q_positions, k_positions,
-    SHAPE: gl.constexpr,
+    step, q_first, q_split, q_jump, k_split, k_jump, SHAPE: gl.constexpr,
 ):  # fmt: skip
     gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this stage itself
     STAGES: gl.constexpr = SHAPE.stages
@@ -310,7 +311,7 @@ def _forward_kernel(
         states = _allocate(state_main, state_rest, _CONSUMERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     distances = None
-    if slopes is not None:
+    if k_positions is not None:
         # One more than stages: keys of a stage are replaced before all consumers have computed their softmax.
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         distances = gl.allocate_shared_memory(gl.float32, [STAGES + 1, SHAPE.keys], flat)
@@ -332,7 +333,7 @@ def _forward_kernel(
     init_barriers(barriers.q_ready, 1)
     init_barriers(barriers.q_free, 1)
     init_barriers(barriers.turn, 1)
-    init_barriers(barriers.k_ready, 1 if slopes is None else 2)  # the copies, and the distances
+    init_barriers(barriers.k_ready, 1 if k_positions is None else 2)  # the copies, and the distances
     init_barriers(barriers.k_free, _CONSUMERS)
     init_barriers(barriers.v_ready, 1)
     init_barriers(barriers.v_free, _CONSUMERS)
@@ -342,10 +343,12 @@ def _forward_kernel(
 
     memory = Memory(queries, keys, values, states, work, distances)
     mask = (first, end, (part_stride, sequence_stride))
-    before = (state_out, state_out_strides, state_lse, (state_lse_batch, state_lse_head, state_lse_row))
-    after = (out, out_strides, lse, (lse_batch, lse_head, lse_row), sinks)
+    state_out_strides = (state_out_batch, state_out_head, state_out_row)
+    state_lse_strides = (state_lse_batch, state_lse_head, state_lse_row)
+    before = (state_out, state_out_strides, state_lse, state_lse_strides)
+    after = (out, (out_batch, out_head, out_row), lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
-    alibi = (slopes, q_positions, k_positions)
+    alibi = (slopes, q_positions, k_positions, (step, q_first, q_split, q_jump, k_split, k_jump))
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
     gdc_wait()
@@ -390,6 +393,7 @@ def _attend(
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
+    BIASED: gl.constexpr = alibi[0] is not None and softcap is None  # whether products begin from their terms
     factor = factor_of(scale, softcap)
     step = 0  # tiles of keys so far, of all work tiles
     turns = 0  # of this consumer so far
@@ -402,15 +406,15 @@ def _attend(
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
         slopes, row_distances = None, None
-        if memory.distances is not None:
-            slopes, row_distances = row_terms(alibi, factor, head, within, tile_begin, rows, sizes, SHAPE)
+        if alibi[0] is not None:
+            slopes, row_distances = row_terms(alibi, factor, head, within, tile_begin, rows, sizes, SHAPE, down)
         acc, total, raw_max = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
             acc, total, row_max = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
             acc = rescale(acc, total, True)  # an empty state may hold NaN
             raw_max = gl.where(total == 0.0, lowest_of(factor), row_max / factor)
-            if memory.distances is not None:
+            if alibi[0] is not None:
                 raw_max += slopes * row_distances  # type: ignore[operator]
         elif SHAPE.state != _NEW:
             # Not needed before the end of the work tile.
@@ -426,8 +430,8 @@ def _attend(
             if stop > begin:
                 row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
                 terms = None
-                if memory.distances is not None:
-                    terms = (slopes, row_distances, has_later_keys(alibi, tile_begin, edge))
+                if alibi[0] is not None:
+                    terms = (slopes, row_distances, has_later_keys(alibi, tile_begin, edge, SHAPE))
                 mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
                 seen = served + 1
 
@@ -435,8 +439,11 @@ def _attend(
                 stage = step % STAGES
                 phase = step // STAGES & 1
                 mbarrier.wait(barriers.k_ready.index(stage), phase)
-                scores = _score(memory, INDEX, stage, KEYS, grid)
-                near = key_distances(memory.distances, step, SHAPE, grid)
+                near = key_distances(memory, alibi, step, tile_begin, begin, SHAPE, grid)
+                scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
+                if BIASED:
+                    scores = first_scores(alibi, slopes, near, tile_begin, begin, SHAPE, grid)
+                scores = _score(memory, INDEX, stage, scores, BIASED)
                 if PARTS == 1:
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
@@ -452,12 +459,15 @@ def _attend(
                     next_stage = (step + 1) % STAGES
                     mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
-                    scores = _score(memory, INDEX, next_stage, KEYS, grid)
+                    next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE, grid)
+                    scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
+                    if BIASED:
+                        scores = first_scores(alibi, slopes, next_near, tile_begin, key_begin, SHAPE, grid)
+                    scores = _score(memory, INDEX, next_stage, scores, BIASED)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
                     mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
                     turns += 1
-                    next_near = key_distances(memory.distances, step + 1, SHAPE, grid)
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, acc_scale, total, raw_max = softmax(
@@ -485,7 +495,7 @@ def _attend(
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
         row_max = row_max_of(raw_max, factor)
-        if memory.distances is not None:
+        if alibi[0] is not None:
             row_max -= slopes * row_distances * factor  # type: ignore[operator]
         if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
@@ -503,11 +513,10 @@ def _attend(
 
 
 @gluon.jit
-def _score(memory, INDEX: gl.constexpr, stage, KEYS: gl.constexpr, grid: gl.constexpr):
-    """Starts the products of this consumer's queries with a tile of keys."""
-    scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
+def _score(memory, INDEX: gl.constexpr, stage, scores, ADDS: gl.constexpr):
+    """Starts the products of this consumer's queries with a tile of keys, and adds them to `scores` if ADDS."""
     scores = warpgroup_mma(
-        _tile(memory.q[0], INDEX), _tile(memory.k[0], stage).permute([1, 0]), scores, use_acc=False, is_async=True
+        _tile(memory.q[0], INDEX), _tile(memory.k[0], stage).permute([1, 0]), scores, use_acc=ADDS, is_async=True
     )
     if len(memory.k) > 1:
         scores = warpgroup_mma(

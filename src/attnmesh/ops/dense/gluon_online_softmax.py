@@ -12,10 +12,10 @@ blocks of columns.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnmesh.ops.dense.gluon_alibi import ROWS
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents
 
-ROWS = 64  # of a group: the rows of one matrix instruction
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 
@@ -27,7 +27,8 @@ def softmax(
     """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max.
 
     With `terms`, scores and raw_max have the slope times the distance of the row from the first row of its work tile
-    in them. The term of a key that is not after its row is then a slope times `near`, its distance from that row.
+    in them: the term of a key that is not after its row is a slope times `near`, its distance from that row. The
+    products began from it, or it is added after a softcap.
     """
     factor = factor_of(scale, softcap)
     if softcap is not None:
@@ -35,13 +36,15 @@ def softmax(
     is_edge = (key_begin < inner) | (key_begin >= edge)
     if terms is not None:
         slopes, row_distances, later_keys = terms
-        scores += slopes[:, None] * near[None, :]
-        is_edge |= later_keys
+        if softcap is not None:
+            scores += slopes[:, None] * near
+        if SHAPE.later:
+            is_edge |= later_keys
     if is_edge:
-        if terms is not None:
-            later = gl.minimum(row_distances[:, None] - near[None, :], 0.0)
-            scores += slopes[:, None] * (2.0 * later)
         key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
+        if SHAPE.later:
+            later = gl.minimum(row_distances[:, None] - near, 0.0)
+            scores += slopes[:, None] * (2.0 * later)
         visible = key < (row_end - key_begin)[:, None]
         if SHAPE.parts > 0:
             visible &= key >= (row_first - key_begin)[:, None]
@@ -62,31 +65,6 @@ def factor_of(scale, softcap):
     else:
         factor = softcap * _LOG2_E
     return factor
-
-
-@gluon.jit
-def row_terms(alibi, factor, head, within, tile_begin, rows, sizes, SHAPE: gl.constexpr):
-    """The slopes of rows, divided by the factor, and their distances from the first row of the work tile."""
-    slopes, q_positions, _ = alibi
-    row_slopes = gl.load(slopes + (head + within // (_ROWS // SHAPE.pack))) * (_LOG2_E / factor)
-    positions = gl.load(q_positions + rows, mask=rows < sizes.q_len, other=0)
-    return row_slopes, (positions - gl.load(q_positions + tile_begin)).to(gl.float32)
-
-
-@gluon.jit
-def key_distances(distances, step, SHAPE: gl.constexpr, grid: gl.constexpr):
-    """The distances of a tile of keys from the first row of the work tile; None without slopes."""
-    near = None
-    if distances is not None:
-        near = distances.index(step % (SHAPE.stages + 1)).load(gl.SliceLayout(0, grid))
-    return near
-
-
-@gluon.jit
-def has_later_keys(alibi, tile_begin, edge):
-    """Whether some key before `edge` comes after the first row of the work tile. Positions are ascending."""
-    _, q_positions, k_positions = alibi
-    return gl.load(k_positions + gl.maximum(edge - 1, 0)) > gl.load(q_positions + tile_begin)
 
 
 @gluon.jit

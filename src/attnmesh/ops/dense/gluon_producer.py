@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from attnmesh.ops.dense.gluon_online_softmax import ROWS
+from attnmesh.ops.dense.gluon_alibi import ROWS
 from attnmesh.ops.dense.gluon_state import NEW
 from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, key_phases, locate, publish
 
@@ -29,7 +29,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
     record = 0  # records so far
     served = 0  # work tiles so far that see any key
     count = 0  # work tiles so far
-    _, q_positions, k_positions = alibi
+    _, q_positions, k_positions, _ = alibi
     near = gl.arange(0, KEYS, layout=gl.BlockedLayout([1], [32], [1], [0]))
     program, programs = gl.program_id(0), gl.num_programs(0)
     wave, work_tile = 0, program

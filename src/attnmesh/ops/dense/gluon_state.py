@@ -11,7 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnmesh.ops.dense.gluon_online_softmax import ROWS, rescale
+from attnmesh.ops.dense.gluon_alibi import ROWS
+from attnmesh.ops.dense.gluon_online_softmax import rescale
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 NEW, IN_PLACE, OTHER = 0, 1, 2  # no earlier state, one that the result replaces, or one in other memory

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnmesh.ops.dense.gluon_online_softmax import ROWS
+from attnmesh.ops.dense.gluon_alibi import ROWS
 
 CONSUMERS = 2  # groups of warps, with ROWS rows each
 _TILE_ROWS = gl.constexpr(CONSUMERS * ROWS)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.ranges import narrow
 from attnmesh.core.state import State
 from attnmesh.core.visibility import Block, Kind, Patch, Visibility, key_hull
 from attnmesh.ops.dense import cost
@@ -137,6 +138,7 @@ class _Launch(NamedTuple):
     causal: bool
     bounds: Any  # `Bounds`, or None: rows attend to all keys, or to those up to their own
     positions: tuple[Tensor | None, Tensor | None]  # where the scores depend on them
+    even: Any  # the same as `EvenPositions`, where they have that form
     unseen: tuple[Tensor | None, Tensor | None]  # rows and keys that may hold NaN, to be read as 0
 
     def inputs(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +160,7 @@ class _Launch(NamedTuple):
         tiles = _module("triton_tiles")
         terms = tiles.PLAIN
         if not scores.plain:
-            terms = tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions)
+            terms = tiles.ScoreTerms(scores.softcap, scores.alibi_slopes, *self.positions, self.even)
         return {"scale": scores.scale, "causal": self.causal, "bounds": self.bounds, "terms": terms}
 
 
@@ -211,11 +213,16 @@ def _planned(call: Call, zero_rows: bool, all_rows: bool, with_positions: bool) 
                 on_host = _bounds_of(visibility, block, at, to, torch.device("cpu"))
             bounds = _module("triton_tiles").Bounds.of(_bounds_of(visibility, block, at, to, device), on_host)
         positions: tuple[Tensor | None, Tensor | None] = (None, None)
+        even = None
         if with_positions:
             q_positions, k_positions = visibility.positions(device)
             positions = _last(q_positions, at), _last(k_positions, to)
+            if isinstance(visibility, Patch):
+                even = _module("triton_tiles").EvenPositions.of(
+                    narrow(visibility.q, block.q), narrow(visibility.k, block.k)
+                )
         unseen = unseen_rows if zero_rows else None, unseen_keys
-        yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, unseen)
+        yield _Launch(at, to, block.kind is Kind.CAUSAL, bounds, positions, even, unseen)
 
 
 def _bounds_of(

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.core.ranges import Ranges
 from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
 from attnmesh.ops.launch import GPU, HOPPER, gpu_of
 
@@ -191,17 +192,55 @@ class Bounds(NamedTuple):
 _NO_BOUNDS = Bounds(None, None, (0, 0), 1, {})
 
 
+class EvenPositions(NamedTuple):
+    """Positions of rows and keys, from the first key on, all `step` apart but for one jump on each side.
+
+    Row i is at `q_first + step * i`, and `q_jump` further from row `q_split` on. Key j is at `step * j`, and `k_jump`
+    further from key `k_split` on. Without a jump, both are 0.
+    """
+
+    step: int
+    q_first: int
+    q_split: int
+    q_jump: int
+    k_split: int
+    k_jump: int
+
+    @classmethod
+    def of(cls, q: Ranges, k: Ranges) -> "EvenPositions | None":
+        """From the ranges of both; None if there are more jumps."""
+        steps = {run.step for run in (*q, *k) if len(run) > 1}
+        if not q or not k or len(q) > 2 or len(k) > 2 or len(steps) > 1:
+            return None
+        step = max(steps, default=1)
+        q_split, q_jump, k_split, k_jump = (
+            x for runs in (q, k) for x in ((len(runs[0]), runs[1][0] - runs[0][-1] - step) if runs[1:] else (0, 0))
+        )
+        return cls(step, q[0][0] - k[0][0], q_split, q_jump, k_split, k_jump)
+
+    def has_later_keys(self, causal: bool) -> bool:
+        """Whether a key that a row sees may come after the row. `causal`: row i sees keys 0..i."""
+        return not causal or self.q_first < 0 or (self.q_split, self.q_jump) != (self.k_split, self.k_jump)
+
+
 class ScoreTerms(NamedTuple):
     """The terms of a score besides the scaled product, as kernel arguments; None is not computed.
 
     `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
-    are float32 [Hq] and positions int32 [Sq] and [Sk], ascending for Gluon's kernels.
+    are float32 [Hq] and positions int32 [Sq] and [Sk], ascending for Gluon's kernels. `even` are the same positions,
+    where they have that form.
     """
 
     softcap: float | None = None
     slopes: Tensor | None = None
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
+    even: EvenPositions | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The slopes and the positions."""
+        return self.slopes, self.q_positions, self.k_positions
 
 
 PLAIN = ScoreTerms()
