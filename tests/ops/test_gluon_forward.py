@@ -220,7 +220,7 @@ def test_calls_know_even_positions(mask, q_runs, k_runs, even):
     q, k = (torch.zeros(1, 2, ranges.size(runs), 16) for runs in (q_runs, k_runs))
     call = Call(q, k, k, Patch(mask, q_runs, k_runs), Scores(1.0, alibi_slopes=torch.ones(2)))
     for launch in triton._launches(call, zero_rows=False):
-        terms = launch.terms(call.scores)
+        terms = launch.how(call.scores)["terms"]
         assert terms.even == even
         if even is not None:
             step, q_first, q_split, q_jump, k_split, k_jump = even
