@@ -228,7 +228,7 @@ class ScoreTerms(NamedTuple):
 
     `score = softcap * tanh(scale * q.k / softcap) - slopes[head] * |q_positions[row] - k_positions[key]|`, where slopes
     are float32 [Hq] and positions int32 [Sq] and [Sk], ascending for Gluon's kernels. `even` are the same positions,
-    where they have that form.
+    where they have that form. `terms[1:4]` are the tensors.
     """
 
     softcap: float | None = None
@@ -236,11 +236,6 @@ class ScoreTerms(NamedTuple):
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
     even: EvenPositions | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The slopes and the positions."""
-        return self.slopes, self.q_positions, self.k_positions
 
 
 PLAIN = ScoreTerms()
