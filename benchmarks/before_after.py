@@ -206,10 +206,12 @@ def _recurrent(kind: str, what: str, device: str) -> Run:
 def serve(device: str, names: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
     """Build the programs, answering each name with the error or None; then answer each name with milliseconds."""
     makes, made = programs(device), dict[str, Callable[[], object]]()
+    runs = []  # they hold the inputs, which graphs read
     for name in names:
         error = None
         try:
-            made[name] = _captured(makes[name](device), device)
+            runs.append(makes[name](device))
+            made[name] = _captured(runs[-1], device)
         except Exception as failure:
             error = reason(failure)
         print(json.dumps([name, error]), file=answers, flush=True)
