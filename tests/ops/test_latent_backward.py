@@ -12,14 +12,15 @@ from attnmesh import Causal, Documents, Prefix, SlidingWindow, attention
 from attnmesh.core.masks import Mask
 from attnmesh.testing.attention import NAMES, assert_attention_close, forward_backward, reference_results
 from attnmesh.testing.errors import ROUNDING, assert_close
-from helpers.cases import MASKS, first, make_mask
+from helpers.cases import first, make_mask
 from helpers.dense_kernels import dense, mask_case
 from helpers.triton_compile import assert_fit, compiled_for_hopper
 
 pytest.importorskip("triton")
 
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import latent_backward
-from attnmesh.ops.dense.call import Scores
+from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.ops.dense.latent_backward import LatentTiles
 from attnmesh.ops.dense.triton_backward import delta as row_sums
 from attnmesh.ops.dense.triton_tiles import Bounds
@@ -169,14 +170,21 @@ def test_chunks_leave_out_keys_that_no_row_sees():
 
 def test_what_is_not_served_has_a_reason():
     q, k = torch.empty(1, 16, 200, 576).half(), torch.empty(1, 1, 200, 576).half()
-    v, scores = k[..., :512], Scores(1.0)
-    assert latent_backward.why_not(q, k, v, scores) is None
-    assert "so few rows and keys" in latent_backward.why_not(q[:, :, :100], k, v, scores)
-    assert "v = k[..., :512]" in latent_backward.why_not(q, k, v.clone(), scores)
-    assert "softcap" in latent_backward.why_not(q, k, v, Scores(1.0, softcap=2.0))
+    v = k[..., :512]
+
+    def reason(q: Tensor, v: Tensor, mask: Mask = Causal(), softcap: float | None = None) -> str | None:  # noqa: B008
+        patch = Patch(mask, (range(q.shape[2]),), (range(200),))
+        return latent_backward.why_not(Call(q, k, v, patch, Scores(1.0, softcap=softcap)))
+
+    assert reason(q, v) is None
+    assert "so few rows and keys" in reason(q[:, :, :100], v)
+    assert "v = k[..., :512]" in reason(q, v.clone())
+    assert "softcap" in reason(q, v, softcap=2.0)
+    assert reason(q, v, Documents([100, 100])) is None
+    assert "attends to so few keys" in reason(q, v, Documents([20] * 10))
     torch.use_deterministic_algorithms(True)
     try:
-        assert "CUBLAS_WORKSPACE_CONFIG" in latent_backward.why_not(q, k, v, scores)
+        assert "CUBLAS_WORKSPACE_CONFIG" in reason(q, v)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -242,11 +250,16 @@ def results_of(mask: Mask, inputs: list[Tensor], **how: object) -> list[Tensor]:
 @on_hopper
 @pytest.mark.parametrize(
     ("mask", "heads", "dtype"),
-    [*((mask, 32, torch.bfloat16) for mask in MASKS), ("all three", 128, torch.float16), ("union", 32, torch.bfloat16)],
+    [
+        *((make_mask(name, 700), 32, torch.bfloat16) for name in ("full", "causal", "documents", "causal & documents")),
+        (SlidingWindow(90, 30), 32, torch.bfloat16),
+        (SlidingWindow(100, 0) | Prefix(60), 32, torch.bfloat16),
+        (SlidingWindow(30, 2) & make_mask("causal & documents", 700), 128, torch.float16),
+    ],
+    ids=str,
 )
 def test_gradients_of_attention(mask, heads, dtype, calls):
     inputs = latents(700, 700, heads, dtype)
-    mask = SlidingWindow(100, 0) | Prefix(60) if mask == "union" else make_mask(mask, 700)
     results = results_of(mask, inputs, backend="gluon")
     assert len(calls) == 1
     assert_attention_close(results, inputs, mask, scale=0.04)

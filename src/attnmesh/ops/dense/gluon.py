@@ -41,8 +41,10 @@ class Gluon(Triton):
             return "its kernels need a Hopper GPU (compute capability 9.0)"
         reason: str | None = _module(f"gluon_{part}").why_not(call.q, call.v)
         if reason is not None and call.q.shape[3] >= _LATENT:
-            latent = _module("gluon_latent" if part == "forward" else "latent_backward")
-            of_latents = latent.why_not(call.q, call.k, call.v, call.scores)
+            if part == "forward":
+                of_latents = _module("gluon_latent").why_not(call.q, call.k, call.v, call.scores)
+            else:
+                of_latents = _module("latent_backward").why_not(call)
             reason = None if of_latents is None else f"{reason}, or latents, for which {of_latents}"
         return reason
 

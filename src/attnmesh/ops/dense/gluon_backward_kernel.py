@@ -18,11 +18,11 @@ of the rows of one step with k; else each multiplies the ds of every step with h
 the next rows are computed behind these products, so that the tensor cores have work while weights and sums are.
 
 Wide heads leave less room (`gluon_backward_wide`). Their tiles are in blocks of 64 columns, and finished grad_q leaves
-registers by block. Up to 320 columns of sums (192/128), consumers have the
-scores of 32 rows at a time. Each multiplies the ds of the previous step with some blocks of k, while the other may be
-behind. Beyond, shared memory does not hold 128 keys: the consumers share 64. One computes the weights and has grad_v;
-the other gets the weights in float32 through shared memory, computes ds and has grad_k; each has half of the columns of
-grad_q. One computes weights while the other multiplies.
+registers by block. Up to 320 columns of sums (192/128), consumers have the scores of 32 rows at a time. Each multiplies
+the ds of the previous step with some blocks of k, while the other may be behind. Beyond, shared memory does not hold
+128 keys: the consumers share 64. One computes the weights and has grad_v; the other gets the weights in float32 through
+shared memory, computes ds and has grad_k; each has half of the columns of grad_q. One computes weights while the other
+multiplies.
 
 The least cycles of a tile of 64 keys and 64 rows on one processor, for the five products, and of shared memory at 128
 bytes per cycle (operands, weights and ds, what is loaded, and grad_q, written and read), and the bytes that a processor

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import gluon_latent
-from attnmesh.ops.dense.call import Scores, loadable
+from attnmesh.ops.dense.call import Call, loadable
 from attnmesh.ops.dense.triton_backward import as_bounds
 from attnmesh.ops.dense.triton_tiles import LOG2_E, PLAIN, Bounds, ScoreTerms
 from attnmesh.ops.gluon_descriptor import tile_descriptor
@@ -34,6 +35,7 @@ _MOST_WEIGHTS = 16384 * 8192  # of a chunk: 256 MiB, and as much for the gradien
 _ROWS = 16384, 32768  # of a chunk: the least for which products are fast, and the most
 _CHUNKS = 8  # of a long sequence: under a causal mask, 1/8 of the weights that are computed are zeros
 _LEAST_WEIGHTS = 1 << 19  # of a sequence: with fewer, the time of the host's launches decides
+_MOST_WASTE = 7  # pairs that are multiplied for each visible one: products are some 8 times as fast as Triton's kernels
 
 
 class LatentTiles(NamedTuple):
@@ -51,16 +53,29 @@ class LatentTiles(NamedTuple):
     stages: int = 2
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
-    """The reason why the backward cannot serve these tensors on a Hopper GPU; None if it can."""
-    reason = gluon_latent.not_latents(q, k, v, scores)
+def why_not(call: Call) -> str | None:
+    """The reason why the backward cannot serve a call on a Hopper GPU; None if it can."""
+    q, k = call.q, call.k
+    reason = gluon_latent.not_latents(q, k, call.v, call.scores)
     if reason is not None:
         return reason
     if q.shape[1] * q.shape[2] * k.shape[2] < _LEAST_WEIGHTS:
         return "Triton's kernels are faster for so few rows and keys"
+    if isinstance(call.visibility, Patch) and _is_mostly_waste(call.visibility, q, k):
+        return "Triton's kernels are faster where a row attends to so few keys"
     if torch.are_deterministic_algorithms_enabled():
         return "torch has settings of its own for deterministic matrix products (CUBLAS_WORKSPACE_CONFIG)"
     return None
+
+
+def _is_mostly_waste(patch: Patch, q: Tensor, k: Tensor) -> bool:
+    """Whether most of the pairs that chunks multiply are not visible.
+
+    The keys of a chunk are those of one row, and up to one more for each other row.
+    """
+    heads, q_len, kv_len = q.shape[1], q.shape[2], k.shape[2]
+    rows = q_len * (patch.mask.sequences or 1)
+    return rows * min(_positions(heads, q_len, kv_len, LatentTiles()), q_len) > _MOST_WASTE * patch.pairs
 
 
 def backward(
