@@ -4,10 +4,15 @@ One instruction makes two neighboring values fp16, and one more multiplies both 
 would be three times as many. Fp16 has less range, so all that becomes fp16 is divided by a power of two:
 
 - keys by the `unit` of their tile, by which the largest scale so far is 64 to 128: a product with the largest value is
-  less than 2**16. Products are rounded to 11 bits; those less than 2**-30 of the largest so far, to 2**-41 of it.
+  less than 2**16. A scale is rounded to 11 bits, and so is its product. A scale less than 2**-20 of the largest so far
+  has fewer: it is rounded to 2**-31 of that. A product less than 2**-30 of the largest is rounded to 2**-41 of it.
   Scores and sums are in this unit. It does not decrease within an item; when it increases, the sums so far are
   multiplied by the ratio (as they are after a new maximum), and so is the tail of the queries.
-- rows of queries by `row_unit_of` their largest number. The tail remains bf16, as that of the keys.
+- rows of queries by `row_unit_of` their largest number; numbers less than 2**-28 of it are rounded to 2**-39 of it. The
+  tail remains bf16, as that of the keys.
+
+Weights are 1 for the largest scores, or up to 2**8. Those less than 2**-25 become 0, and remain part of the sum of
+weights: of n keys, out may lack n * 2**-25 of the values.
 """
 
 # mypy: disable-error-code="assignment"

@@ -8,9 +8,8 @@ Widening takes much of the time, and to bf16 more than to fp16. So queries in bf
 makes all of them fp16 numbers, if there is one: then products and sums are the same, times that power.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +46,6 @@ WIDTH = 128
 STAGES = 4
 SPAN = 4096  # keys of a program, where there are enough: they share the time that loading queries takes
 _NARROW_KEYS = 1024  # of a program
-DOUBLED = True
 _KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
 _BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
 _ROWWISE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -86,7 +84,6 @@ class Shape(NamedTuple):
     groups: Any  # of the summary that a program writes; 0 without a summary
     blocks: Any  # whether the summary has maxima of blocks
     narrow: Any  # whether to try queries in fp16, which takes as long as some tiles
-    doubled: Any  # whether narrowed queries ...
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
 
@@ -112,23 +109,13 @@ def supports(iq: Tensor, pool: object) -> bool:
     )
 
 
+@functools.lru_cache
 def shape_of(rows: int, heads: int, relu: bool, block_size: int, groups: int, blocks: bool, keys: int) -> Shape:
     """The constants of a call whose programs have this many keys each."""
     tile = head_tile(heads)
     narrow = keys >= _NARROW_KEYS and rows * tile <= 64  # more columns would spill
-    return Shape(
-        rows,
-        tile,
-        heads == tile,
-        relu,
-        block_size,
-        groups,
-        blocks,
-        narrow,
-        relu and DOUBLED,
-        score_layout(rows),
-        block_layout(rows),
-    )
+    layouts = score_layout(rows), block_layout(rows)
+    return Shape(rows, tile, heads == tile, relu, block_size, groups, blocks, narrow, *layouts)
 
 
 def block_layout(rows: int) -> Any:
@@ -266,7 +253,7 @@ def score_kernel(
                 as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
                 _write_queries(as_fp16, narrow)
                 worst, best, other = _score(
-                    keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE.doubled, SHAPE
+                    keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE.relu, SHAPE
                 )
             else:
                 _write_queries(queries, found)
@@ -391,7 +378,7 @@ def _narrowed(queries, weights, SHAPE: gl.constexpr):
     down = gl.cast((exponent - 14) << 23, gl.float32, bitcast=True)
     wide, less = flat * up, weights * down
     narrow = wide.to(gl.float16)
-    if SHAPE.doubled:
+    if SHAPE.relu:  # weights of doubled products (see `_score`)
         less, up = less * 0.5, up * 2.0
     # A NaN query remains one: its distance is NaN, which is not the maximum.
     change = gl.max(gl.abs(narrow.to(gl.float32) - wide), 0) + gl.max(gl.abs(less * up - weights), 0)

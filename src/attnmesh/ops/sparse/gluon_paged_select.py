@@ -10,9 +10,8 @@ find the same bound from its groups, and each reads a part of the scores.
 Rows that have too many candidates, because they are all alike, are selected from by `gluon_select`.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
+import functools
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -51,6 +50,7 @@ class Selection(NamedTuple):
     pairs: Any  # layout of pairs of warps
 
 
+@functools.lru_cache  # layouts take the host some 10 us
 def selection(rows: int, block: int, wide: int, parts: int = 0, warps: int = WARPS) -> Selection:
     """The constants of a kernel of so many warps."""
     tile = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [warps, 1, 1, 1], [3, 2, 1, 0])

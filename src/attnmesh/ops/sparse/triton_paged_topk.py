@@ -9,7 +9,7 @@ from in Gluon (`gluon_paged_select`) where rows have a summary.
 
 The second selects (`triton_select`), one program per token: with the summary it reads a few percent of the scores. It
 has many warps, because nothing else runs on the GPU where there are few tokens; for many tokens it is a small part of
-the time. It is launched early, while the first ends.
+the time. It is launched early, while the first ends. For few tokens in Gluon, a launch between both gathers candidates.
 
 fp8 keys are multiplied as they are, and the sum over heads by their scale.
 """
@@ -99,8 +99,8 @@ def paged_topk(
     selects = gluon if gluon is not None and wide and block >= gluon.MIN_BLOCK else None
     if selects is None:
         parts = 0
-    elif parts is None:  # a program for every multiprocessor
-        parts = min(selects.PARTS, _previous_power_of_2(_multiprocessors(iq.device) // (batch * tokens)))
+    elif parts is None:  # where all of them run at once
+        parts = selects.PARTS if selects.PARTS * batch * tokens <= _multiprocessors(iq.device) else 0
     if parts:
         while of_item > 16 and items * of_item >= 8 * topk:
             of_item //= 2  # every program reads all of them
@@ -188,10 +188,6 @@ def paged_topk(
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _previous_power_of_2(n: int) -> int:
-    return 1 << n.bit_length() >> 1
 
 
 @functools.cache
