@@ -133,7 +133,7 @@ def backward(
         return
     visible = Bounds.of(bounds)
     given = q, k, v, grad_out, lse, delta, visible.first, visible.end
-    of_alibi = None if terms.slopes is None else signature(*terms.tensors)
+    of_alibi = None if terms.slopes is None else signature(*terms[1:4])
     how = scale, causal, overwrite, overwrite_keys, terms.softcap, of_alibi, deterministic, tiles
     key = signature(*given, grad_q, grad_k, grad_v), *how
     grads = grad_q, grad_k, grad_v
@@ -188,7 +188,7 @@ def gradients(
     """The gradients of q, k and v, or None where they are not needed, in their dtype."""
     visible = Bounds.of(bounds)
     rows = q, k, v, grad_out, lse, delta
-    of_alibi = None if terms.slopes is None else signature(*terms.tensors)
+    of_alibi = None if terms.slopes is None else signature(*terms[1:4])
     how = scale, causal, terms.softcap, of_alibi, deterministic, tiles
     key = signature(*rows, visible.first, visible.end), needs, *how
     known = _known.get(key)
@@ -287,11 +287,11 @@ def _repeat(
     known: _Known, bounds: object, visible: Bounds, rows: Sequence[Tensor], sums: _Three, terms: ScoreTerms
 ) -> None:  # fmt: skip
     if bounds is None:
-        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums, *terms.tensors)
+        known.launches[0](*rows, None, None, None, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:4])
         return
     for part, launch in zip(visible.each(), known.launches, strict=True):
         ranges = triton_backward.rows_per_key_tile(part, rows[0].shape[2], rows[1].shape[2], known.keys)
-        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums, *terms.tensors)
+        launch(*rows, part.first, part.end, ranges, _turns(rows[0]) if known.ordered else None, *sums, *terms[1:4])
 
 
 def _turns(q: Tensor) -> Tensor:
@@ -360,11 +360,11 @@ def _launch(
                 *blocks, lse, lse.stride(), delta, delta.stride(), part.first, part.end, part.strides[1], ranges, turns,
                 grad_k, no_strides if grad_k is None else grad_k.stride()[:3],
                 grad_v, no_strides if grad_v is None else grad_v.stride()[:3],
-                q_len, kv_len, kv_heads, splits, members, streams, section, scale, terms.softcap, *terms.tensors,
+                q_len, kv_len, kv_heads, splits, members, streams, section, scale, terms.softcap, *terms[1:4],
             ),
             (
                 q, k, v, grad_out, lse, delta, part.first, part.end, ranges, turns, grad_q, grad_k, grad_v,
-                *terms.tensors,
+                *terms[1:4],
             ),
             SHAPE=shape, num_warps=4, launch_pdl=True,
         )  # fmt: skip

@@ -182,7 +182,7 @@ def forward(
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
     given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks
-    alibi = terms.tensors
+    alibi = terms[1:4]
     of_alibi = None if terms.slopes is None else (*signature(*alibi), terms.even)
     key = signature(*given), scale, causal, out_dtype, terms.softcap, of_alibi, tiles, pack
     launch = _known.get(key)
@@ -221,7 +221,7 @@ def _first_launch(
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
     states = result if in_place else state or (None, None)
-    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms.tensors, *result)
+    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms[1:4], *result)
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
     tiles = tiles or pick_tiles(key_dim, value_dim)

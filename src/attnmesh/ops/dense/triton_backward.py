@@ -119,7 +119,7 @@ def backward(
     how = scale, causal, overwrite, overwrite_keys, terms.softcap, query_tiles, key_tiles, steps_per_split, ordered
     if grad_q is not None:
         visible = Bounds.of(bounds)
-        used = *rows, visible.first, visible.end, *terms.tensors, grad_q
+        used = *rows, visible.first, visible.end, *terms[1:4], grad_q
         key = "queries", signature(*used), *how
         if key in _known:
             _known[key](*used)
@@ -151,7 +151,7 @@ def backward(
         rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
         for keys, values in _key_targets(*sums):
             turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
-            tensors = *rows, visible.first, visible.end, *terms.tensors, rows_per_tile, turns, keys, values
+            tensors = *rows, visible.first, visible.end, *terms[1:4], rows_per_tile, turns, keys, values
             key = "keys", signature(*tensors), *how
             if key in _known:
                 _known[key](*tensors)
@@ -197,7 +197,7 @@ def short_gradients(
     tiles = _SHORT_TILES[q.element_size()]
     rows_per_tile = rows_per_key_tile(visible, q.shape[2], k.shape[2], tiles.keys)
     grads = [torch.empty_like(x) for x in (q, k, v)]
-    used = q, k, v, grad_out, lse, out, visible.first, visible.end, *terms.tensors
+    used = q, k, v, grad_out, lse, out, visible.first, visible.end, *terms[1:4]
     told = used if bounds is not None or terms is not PLAIN else used[:6]
     key = "short", signature(*told), scale, causal, terms.softcap
     launch = _known.get(key)
@@ -230,7 +230,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delt
 
 
 def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, ...]:
-    return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, terms.softcap, *terms.tensors
+    return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, terms.softcap, *terms[1:4]
 
 
 def _options(q: Tensor, v: Tensor) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def forward(
     visible = Bounds.of(bounds)
     state_out, state_lse = state or (None, None)
     sinks = None if sinks is None else sinks.contiguous()
-    given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms.tensors
+    given = q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:4]
     key = signature(*given), scale, causal, out_dtype, terms.softcap, tiles, ordered
     launch = _known.get(key)
     if launch is None and scale <= 0:  # the kernel takes the maximum before it scales
@@ -104,9 +104,9 @@ def _first_launch(
             q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
             state_out, state_strides, state_lse, (0, 0, 0) if state_lse is None else state_lse.stride(),
             result.out, out_strides, result.lse, result.lse.stride(),
-            sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, terms.softcap, *terms.tensors,
+            sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, terms.softcap, *terms[1:4],
         ),
-        (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms.tensors, *result),
+        (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:4], *result),
         CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=key_dim, DV=value_dim,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -237,11 +237,6 @@ class ScoreTerms(NamedTuple):
     k_positions: Tensor | None = None
     even: EvenPositions | None = None
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The slopes and the positions."""
-        return self.slopes, self.q_positions, self.k_positions
-
 
 PLAIN = ScoreTerms()
 
