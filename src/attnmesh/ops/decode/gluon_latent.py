@@ -37,9 +37,7 @@ since 0 * NaN is NaN the score consumer clears them in shared memory. The copy e
 0; the merge kernel records them.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -17,8 +17,6 @@ counted over all items: stage `step % 2` is used for the `step // 2`-th time; wa
 succeeds at once.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 from typing import Any, NamedTuple
 
 import torch

@@ -8,8 +8,6 @@ Widening takes much of the time, and to bf16 more than to fp16. So queries in bf
 makes all of them fp16 numbers, if there is one: then products and sums are the same, times that power.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ find the same bound from its groups, and each reads a part of the scores.
 Rows that have too many candidates, because they are all alike, are selected from by `gluon_select`.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
