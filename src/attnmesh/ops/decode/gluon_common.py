@@ -5,9 +5,7 @@ program find the beginning of its partition in the list of units once. Then the 
 An item is the units of one sequence in the partition or, with a fixed split size, one unit.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

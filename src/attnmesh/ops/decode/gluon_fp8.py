@@ -21,9 +21,7 @@ Tiles, weights and `acc_scale` are in rings of the same number of slots. When th
 consumers are thus done with the tile that was in this slot before.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -16,9 +16,7 @@ are thus done. When the score consumer has the keys of tile i, the value consume
 3.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

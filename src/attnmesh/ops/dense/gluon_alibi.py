@@ -10,9 +10,7 @@ thread has keys `8 i + 2 lane + b` of a tile, of which `8 i + b` are constants i
 one multiply-add.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

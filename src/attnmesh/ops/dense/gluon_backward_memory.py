@@ -15,9 +15,7 @@ rows, would wait there for the first. Rows in ascending order would let a progra
 before it have after some steps.)
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon

@@ -1,8 +1,6 @@
 """The consumers of the backward in Gluon for wide heads, whose sums leave less room in registers."""
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - Gluon has no starred elements
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

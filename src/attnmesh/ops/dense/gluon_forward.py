@@ -25,9 +25,7 @@ Tiles of keys that all rows see need no mask, and tiles that no row sees are not
 beyond the ends of q, k and v: rows there are masked, and columns there fill a tile that is wider than the head dim.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from typing import Any, NamedTuple
 
 import torch

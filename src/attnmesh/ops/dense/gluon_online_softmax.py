@@ -6,9 +6,7 @@ where `row_max` is `row_max_of(raw_max)` (see `gluon_exponents`). Tiles of value
 blocks of columns.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 

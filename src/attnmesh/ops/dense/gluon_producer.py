@@ -4,9 +4,7 @@ It lets the copy engine fetch queries, keys, values and states into shared memor
 `gluon_forward`.
 """
 
-# Kernels are written in Gluon's language, whose names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False, disable-error-code="assignment"
+# mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma

@@ -10,9 +10,6 @@ of the scores from the log-sum-exp of the whole softmax, in memory, and the prod
 The memory of a chunk is bounded. The sums are float32, and have an order.
 """
 
-# Kernels are Triton's language, not Python's: its names have no Python types.
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-# mypy: disallow-untyped-decorators=False, disallow-untyped-calls=False
 from typing import Any, NamedTuple
 
 import torch

@@ -14,9 +14,6 @@ the time. It is launched early, while the first ends. For few tokens in Gluon, a
 fp8 keys are multiplied as they are, and the sum over heads by their scale.
 """
 
-# Kernels are written in Triton's language, whose names have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-
 import functools
 from types import ModuleType
 
