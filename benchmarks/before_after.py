@@ -283,6 +283,7 @@ class Worker:
         except queue.Empty:
             raise RuntimeError(f"a process said nothing for {_SILENCE} s") from None
         if found is None:
+            self._answers.put(None)
             raise RuntimeError(f"a process ended with status {self._process.wait()}")
         return found
 
@@ -333,8 +334,14 @@ def compare(
         for turn in range(rounds):
             say(f"round {turn + 1}")
             for n, name in enumerate(names):
-                if name not in failed and time.monotonic() < deadline:
+                if name in failed or time.monotonic() >= deadline:
+                    continue
+                try:
                     first, second = (each[n % processes].milliseconds(name) for each in workers[:: 1 - 2 * (turn % 2)])
+                except (RuntimeError, OSError) as error:  # the process, and the other programs that it has
+                    failed[name] = str(error)
+                    found[name].clear()
+                else:
                     found[name].append((second, first) if turn % 2 else (first, second))
     finally:
         for worker in (worker for each in workers for worker in each):
