@@ -93,7 +93,7 @@ from attnmesh.ops.gluon_widening import (
     row_unit_of,
     scale_tail,
     unit_of,
-    widen,
+    widen_to_fp16,
     write_unit,
 )
 from attnmesh.ops.storage import Quantized
@@ -289,7 +289,7 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
                     _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                widen(pairs, scales[quarter], unit, matrix(memory.k, at % RING))
+                widen_to_fp16(pairs, scales[quarter], unit, matrix(memory.k, at % RING))
                 if quarter == 0:  # in the slot of tile `step - 3`, which the value consumers are done with
                     write_unit(unit, codes.units.index(step % _TAILS))
                 fence_async_shared()

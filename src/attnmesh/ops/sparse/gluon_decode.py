@@ -4,9 +4,9 @@ A program is persistent and processes one work item after another: 64 heads of o
 Four groups of warps share an item, 64 keys at a time, double-buffered:
 
 - the producer loads values in 8 bits into registers, half of a tile ahead, multiplies them by their scales and writes
-  them to shared memory in fp16 (see `gluon_widening`); it copies the scales, the rope part and the queries;
-- the consumer of scores makes the queries fp16, multiplies queries and keys, keeps the row maximum, and writes the
-  weights, in fp16, over the tail of the keys (the rope part, which only scores need);
+  them to shared memory in 16 bits; it copies the scales, the rope part and the queries;
+- the consumer of scores multiplies queries and keys, keeps the row maximum, and writes the weights over the tail of the
+  keys (the rope part, which only scores need);
 - two consumers of values each hold 256 of the 512 output columns in registers, and add weights times keys.
 
 Synchronization: half of a tile is ready when the producer has written it, and the rope part, which scores need last,
@@ -32,19 +32,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_widening import (
-    LOWEST_UNIT,
-    as_rows,
-    inverse_of,
-    read_unit,
-    row_unit_of,
-    scale_tail,
-    unit_of,
-    widen,
-    write_unit,
-)
+from attnmesh.ops.gluon_widening import widen
 from attnmesh.ops.launch import Launch, Recent, cdiv, is_hopper, repeat
 from attnmesh.ops.sparse.gluon_common import (
     D_TAIL,
@@ -68,12 +57,11 @@ _QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
 _CONSUMER_REGISTERS, _PRODUCER_REGISTERS = gl.constexpr(160), gl.constexpr(112)
 _PRODUCER_THREADS = gl.constexpr(128)  # threads, each of which reports its own copies
 _SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))  # a lane has the scales of a row
-# Of the pairs of bytes of a quarter. A lane has 16 columns of a row; the eight that write together write to different
-# banks.
-_PAIRS = gl.constexpr(
+# Of the words of a quarter. A lane has 16 columns of a row; the eight that write together write to different banks.
+_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]], [[0, 8], [0, 16], [1, 0], [0, 32], [2, 0]], [[4, 0], [8, 0]], [],
-        [KEYS, D_V // 8],
+        [[0, 1], [0, 2], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [0, 16], [2, 0]], [[4, 0], [8, 0]], [],
+        [KEYS, D_V // 16],
     )
 )  # fmt: skip
 NOT_SPECIALIZED = ["items", "heads", "span", "splits", "topk", "scale_log2"]
@@ -88,8 +76,6 @@ class Memory(NamedTuple):
     k: Any  # quarters of two tiles
     tail: Any  # of two tiles, and then the weights [HEADS, KEYS]
     scales: Any  # of two tiles
-    units: Any  # of two tiles: the power of two that their values in 16 bits are divided by
-    row_units: Any  # that queries are divided by
     rescale: Any  # factor of the sums so far after a new maximum
     inv_sum: Any  # 1 / sum of weights, at the end
 
@@ -172,7 +158,7 @@ def attend(
     repeat(
         _launches, _attend_kernel, (min(items, processors(q)),),
         (
-            q, _steps(q), pool.values[:, :, 0].view(torch.int16), _steps(pool.values), pool.scales, _steps(pool.scales),
+            q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
             items, heads, span, splits, slots.shape[1], call.scale * LOG2_E,
         ),
@@ -193,18 +179,16 @@ def _attend_kernel(
     BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr, NARROW_OUT: gl.constexpr,
 ):  # fmt: skip
     """Processes every num_programs-th item. Neighboring programs share a token: its keys are in L2 for the second."""
-    dtype: gl.constexpr = q.dtype.element_ty  # of the tails
+    dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scale_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
     memory = Memory(
         gl.allocate_shared_memory(dtype, [4, _HEADS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [_HEADS, _TAIL], wide),
-        gl.allocate_shared_memory(gl.float16, [8, _KEYS, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [8, _KEYS, _QUARTER], wide),
         gl.allocate_shared_memory(dtype, [2, _KEYS, _TAIL], wide),
         gl.allocate_shared_memory(gl.float32, [2, _KEYS, 4], scale_layout),
-        gl.allocate_shared_memory(gl.float32, [2, 1], flat),
-        gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
         gl.allocate_shared_memory(gl.float32, [2, _HEADS], flat),
         gl.allocate_shared_memory(gl.float32, [_HEADS], flat),
     )
@@ -258,7 +242,7 @@ def _item(number, work):
 class Source(NamedTuple):
     """The pool, with strides in units of 16 bytes."""
 
-    codes: Any  # pairs of values in 8 bits
+    codes: Any  # the values in 8 bits, four in a word
     code_steps: Any
     scales: Any
     scale_steps: Any
@@ -276,42 +260,39 @@ def _produce(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexp
         if item.tiles > 0:
             slots = work.slots + item.row * work.topk + item.begin
             count = item.count  # of the slots that are left
-            slot = _slots(slots, count, _PAIRS)
+            slot = _slots(slots, count, _WORDS)
             first = _load(source, 0, slot, BLOCK_SIZE)
             second = _load(source, 1, slot, BLOCK_SIZE)
             _copy_scales(source, memory, barriers, step, _slots(slots, count, _SCALES), BLOCK_SIZE)
             _copy_queries(q, q_steps, memory, barriers, item, work, served)
             served += 1
-            unit = item.tiles * 0.0 + LOWEST_UNIT
             for tile in range(item.tiles):
                 stage = step % 2
                 turn = step // 2 & 1
                 # A warp can only wait for all of its loads: half of a tile is loaded after the first quarter of the
                 # other half has been converted, and while the second is.
                 mbarrier.wait(barriers.scales_ready.index(stage), turn)
-                unit = unit_of(memory.scales.index(stage), unit, 0, _KEYS)  # past the last slot they are 0
                 mbarrier.wait(barriers.k_free.index(2 * stage), turn ^ 1)
-                write_unit(unit, memory.units.index(stage))
-                _convert(memory, stage, 0, first, unit)
+                _convert(memory, stage, 0, first)
                 third = _load(source, 2, slot, BLOCK_SIZE)
                 fourth = _load(source, 3, slot, BLOCK_SIZE)
                 slots += _KEYS
                 count -= _KEYS
-                after = _slots(slots, count, _PAIRS)
+                after = _slots(slots, count, _WORDS)
                 scaled = _slots(slots, count, _SCALES)
-                _convert(memory, stage, 1, second, unit)
+                _convert(memory, stage, 1, second)
                 fence_async_shared()  # writes and products access shared memory through different proxies
                 mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
 
                 _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
                 slot = after
                 mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
-                _convert(memory, stage, 2, third, unit)
+                _convert(memory, stage, 2, third)
                 first = _load(source, 0, slot, BLOCK_SIZE)
                 second = _load(source, 1, slot, BLOCK_SIZE)
                 if tile + 1 < item.tiles:
                     _copy_scales(source, memory, barriers, step + 1, scaled, BLOCK_SIZE)
-                _convert(memory, stage, 3, fourth, unit)
+                _convert(memory, stage, 3, fourth)
                 fence_async_shared()
                 mbarrier.arrive(barriers.k_ready.index(2 * stage + 1), count=1)
                 step += 1
@@ -327,17 +308,17 @@ def _slots(slots, count, layout: gl.constexpr):
 @gluon.jit
 def _load(source, quarter: gl.constexpr, slot, BLOCK_SIZE: gl.constexpr):
     """A quarter of the values of some slots."""
-    rows, valid = _rows(source.codes, source.code_steps, slot, 8, BLOCK_SIZE)
-    SIZE: gl.constexpr = _QUARTER // 2
-    column = quarter * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, _PAIRS))[None, :]
+    rows, valid = _rows(source.codes, source.code_steps, slot, 4, BLOCK_SIZE)
+    SIZE: gl.constexpr = _QUARTER // 4
+    column = quarter * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, _WORDS))[None, :]
     return gl.load(rows[:, None] + column, mask=valid[:, None], other=0)
 
 
 @gluon.jit
-def _convert(memory, stage, quarter: gl.constexpr, pairs, unit):
+def _convert(memory, stage, quarter: gl.constexpr, words):
     """Writes a quarter of a tile in 16 bits."""
-    scale = memory.scales.index(stage).slice(quarter, 1, dim=1).load(_PAIRS)
-    widen(pairs, scale, unit, memory.k.index(4 * stage + quarter))
+    scale = memory.scales.index(stage).slice(quarter, 1, dim=1).load(_WORDS)
+    widen(words, scale, memory.k.index(4 * stage + quarter))
 
 
 @gluon.jit
@@ -398,12 +379,8 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         row_max = gl.full([_HEADS], float("-inf"), gl.float32, down)
         largest = row_max  # which lags behind it (see `_weigh`)
         total = gl.full([_HEADS], 0.0, gl.float32, down)
-        key_unit = 1.0
-        if item.tiles > 0:
-            mbarrier.wait(barriers.q_ready.index(0), served & 1)
-            key_unit = _unit(memory, barriers, step)
-            _narrow_queries(memory, key_unit)
-        row_scale = memory.row_units.load(down) * scale_log2
+        mbarrier.wait(barriers.q_ready.index(0), served & 1, pred=item.tiles > 0)
+        fence_async_shared()  # the queries were copied through another proxy
         for tile in range(item.tiles):
             stage = step % 2
             scores = gl.zeros([_HEADS, _KEYS], gl.float32, grid)
@@ -411,17 +388,11 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
                 if quarter % 2 == 0:
                     mbarrier.wait(barriers.k_ready.index(2 * stage + quarter // 2), step // 2 & 1)
                 keys = memory.k.index(4 * stage + quarter).permute([1, 0])
-                queries = as_rows(memory.q.index(quarter), gl.float16, _QUARTER)
-                scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
-            new_unit = _unit(memory, barriers, step)
-            ratio = key_unit * inverse_of(new_unit)
-            if ratio < 1.0:  # rarely
-                scale_tail(memory.q_tail, ratio)
-            key_unit = new_unit
+                scores = warpgroup_mma(memory.q.index(quarter), keys, scores, use_acc=quarter > 0, is_async=True)
             mbarrier.wait(barriers.tail_ready.index(stage), step // 2 & 1)
             fence_async_shared()
             scores = warpgroup_mma(memory.q_tail, memory.tail.index(stage).permute([1, 0]), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, [scores]) * (row_scale * key_unit)[:, None]
+            scores = warpgroup_mma_wait(0, [scores]) * scale_log2
             if tile + 1 == item.tiles:
                 mbarrier.arrive(barriers.q_free.index(0), count=1)  # the next queries arrive meanwhile
             step += 1
@@ -431,7 +402,8 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
             highest = gl.max(scores, 1)
             largest = gl.maximum(largest, highest)
             row_max, total = _weigh(
-                scores, highest, row_max, total, stage, ratio, memory, barriers
+                scores, highest, row_max, total, stage, memory.rescale, memory.tail, barriers.rescale_ready,
+                barriers.weights_ready,
             )  # fmt: skip
 
         if item.tiles > 0:
@@ -446,38 +418,12 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         unit = 1.0 if SPLIT else 1.0 / _LOG2_E
         spoiled = gl.where(item.fault, float("nan"), 0.0)
         mbarrier.wait(barriers.inv_sum_free.index(0), (done & 1) ^ 1)
-        memory.inv_sum.store(inv_sum * key_unit + spoiled)
+        memory.inv_sum.store(inv_sum + spoiled)
         mbarrier.arrive(barriers.inv_sum_ready.index(0), count=1)
         at = item.part * work.heads + head
         gl.store(results.lse + at, (row_max + gl.log2(total)) * unit + spoiled, mask=real)
         gl.store(results.top + at, largest * unit + spoiled, mask=real)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-
-
-@gluon.jit
-def _unit(memory, barriers, step):
-    """The power of two that the values of a tile were divided by."""
-    mbarrier.wait(barriers.k_ready.index(step % 2 * 2), step // 2 & 1)
-    return read_unit(memory.units.index(step % 2))
-
-
-@gluon.jit
-def _narrow_queries(memory, unit):
-    """Divides queries by powers of two, and tails by the unit of the first keys, too; all but the tails become fp16."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tail = memory.q_tail.load(lines).to(gl.float32)
-    largest = gl.max(gl.abs(tail), 1)
-    for quarter in gl.static_range(4):
-        largest = gl.maximum(largest, gl.max(gl.abs(memory.q.index(quarter).load(lines).to(gl.float32)), 1))
-    row_unit = row_unit_of(largest)
-    memory.row_units.store(row_unit)
-    factor = inverse_of(row_unit)[:, None]
-    memory.q_tail.store((tail * factor * inverse_of(unit)).to(memory.q_tail.dtype))
-    for quarter in gl.static_range(4):
-        queries = memory.q.index(quarter).load(lines).to(gl.float32) * factor
-        as_rows(memory.q.index(quarter), gl.float16, _QUARTER).store(queries.to(gl.float16))
-    fence_async_shared()
-    group_barrier()
 
 
 @gluon.jit
@@ -497,7 +443,7 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
             step += 1
             front, back = _rescale(front, back, stage, turn, memory.rescale, barriers.rescale_ready, down)
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
-            weights = as_rows(memory.tail.index(stage), gl.float16, _KEYS)
+            weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
             back = warpgroup_mma(weights, memory.k.index(4 * stage + 2 + PART), back, is_async=True)
             front = warpgroup_mma_wait(1, [front])
@@ -516,7 +462,7 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
 
 
 @gluon.jit
-def _weigh(scores, highest, row_max, total, stage, ratio, memory, barriers):
+def _weigh(scores, highest, row_max, total, stage, rescale, weights, rescale_ready, weights_ready):
     """Writes the weights of a tile, and the rescale factor of the sums so far; returns the new maximum and sum.
 
     `highest` are the maxima of the scores, which are in base 2. `row_max` lags behind them by up to _RESCALE_THRESHOLD.
@@ -526,14 +472,14 @@ def _weigh(scores, highest, row_max, total, stage, ratio, memory, barriers):
     # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     tile_rescale = gl.exp2(row_max - shift)
-    memory.rescale.index(stage).store(tile_rescale * ratio)
+    rescale.index(stage).store(tile_rescale)
     # The consumers of values rescale while weights are computed. Arriving also synchronizes the warps of this group:
     # none writes weights over the tail of the keys while another still multiplies with it.
-    mbarrier.arrive(barriers.rescale_ready.index(stage), count=1)
+    mbarrier.arrive(rescale_ready.index(stage), count=1)
     tile_weights = gl.exp2(scores - shift[:, None])
-    as_rows(memory.tail.index(stage), gl.float16, _KEYS).store(tile_weights.to(gl.float16))
+    weights.index(stage).store(tile_weights.to(weights.dtype))
     fence_async_shared()
-    mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
+    mbarrier.arrive(weights_ready.index(stage), count=1)
     return new_max, total * tile_rescale + gl.sum(tile_weights, 1)
 
 
