@@ -303,4 +303,8 @@ def _finish_grad_q(
         part = warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND, [parts[i]])
         if HALF == 0 and i == ROUNDS - 1:
             mbarrier.arrive(barriers.ds_free.index(0), count=1)
-        _leave(part * scale, HALF, uses * ROUNDS + i, memory, barriers)
+        # Not `_leave`: the other consumer would wait for the multiplication by the scale, too.
+        mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)
+        memory.grad_q.index(HALF).store(part * scale)
+        fence_async_shared()
+        mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
