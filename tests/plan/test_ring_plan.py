@@ -87,7 +87,7 @@ def test_joined_blocks_of_a_causal_zigzag_are_two_runs_of_positions_and_own_rows
 @pytest.mark.parametrize(
     ("length", "world", "key_row", "ranks_per_node", "device", "joined"),
     [
-        (32768, 8, 4096, 8, "cuda", (4, 3)),
+        (32768, 8, 4096, 8, "cuda", (4, 2)),
         (16384, 6, 4096, 8, "cuda", (4, 2)),
         (16384, 4, 4096, 4, "cuda", (4, 2)),
         (4096, 3, 4096, 3, "cuda", (4, 1)),

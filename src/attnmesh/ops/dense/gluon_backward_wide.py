@@ -303,7 +303,7 @@ def _finish_grad_q(
         part = warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND, [parts[i]])
         if HALF == 0 and i == ROUNDS - 1:
             mbarrier.arrive(barriers.ds_free.index(0), count=1)
-        # Scaled after the wait, not before as for `_leave`: that takes 8% longer.
+        # Not `_leave`: multiplied by the scale before the wait, forward and backward took 1.07 of the time.
         mbarrier.wait(barriers.grad_q_free.index(HALF), (uses * ROUNDS + i & 1) ^ 1)
         memory.grad_q.index(HALF).store(part * scale)
         fence_async_shared()
