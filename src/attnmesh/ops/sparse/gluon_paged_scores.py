@@ -45,7 +45,7 @@ from attnmesh.ops.storage import Quantized
 WIDTH = 128
 STAGES = 4
 SPAN = 4096  # keys of a program, where there are enough: they share the time that loading queries takes
-_NARROW_KEYS = 1024  # of a program
+_MANY = 1024  # keys of a program
 _KEYS, _WIDTH, _STAGES, _NEIGHBORS = (gl.constexpr(x) for x in (KEYS, WIDTH, STAGES, NEIGHBORS))
 _BLOCKS = gl.constexpr(KEYS // NEIGHBORS)
 _ROWWISE = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
@@ -83,6 +83,7 @@ class Shape(NamedTuple):
     block_size: Any  # of the cache
     groups: Any  # of the summary that a program writes; 0 without a summary
     blocks: Any  # whether the summary has maxima of blocks
+    many: Any  # whether programs have many tiles, and need no early loads
     narrow: Any  # whether to try queries in fp16, which takes as long as some tiles
     layout: Any  # of scores
     block_layout: Any  # of the maxima of blocks
@@ -113,9 +114,9 @@ def supports(iq: Tensor, pool: object) -> bool:
 def shape_of(rows: int, heads: int, relu: bool, block_size: int, groups: int, blocks: bool, keys: int) -> Shape:
     """The constants of a call whose programs have this many keys each."""
     tile = head_tile(heads)
-    narrow = keys >= _NARROW_KEYS and rows * tile <= 64  # more columns would spill
-    layouts = score_layout(rows), block_layout(rows)
-    return Shape(rows, tile, heads == tile, relu, block_size, groups, blocks, narrow, *layouts)
+    many, layouts = keys >= _MANY, (score_layout(rows), block_layout(rows))
+    narrow = many and rows * tile <= 64  # more columns would spill
+    return Shape(rows, tile, heads == tile, relu, block_size, groups, blocks, many, narrow, *layouts)
 
 
 def block_layout(rows: int) -> Any:
@@ -220,9 +221,9 @@ def score_kernel(
     row = (first_group + group) * ROWS
     rows = gl.arange(0, ROWS, layout=of_row)
     lows, highs = _bound(lo + row + rows), gl.minimum(_bound(hi + row + rows), s_kv)
-    # Whatever the bounds and blocks are: while they are waited for.
-    found = _load_queries(iq, iq_strides, row, heads, SHAPE)
-    weights = _load_weights(w, w_strides, row, heads, SHAPE)
+    if not SHAPE.many:  # while bounds and blocks are waited for, whatever they are
+        found = _load_queries(iq, iq_strides, row, heads, SHAPE)
+        weights = _load_weights(w, w_strides, row, heads, SHAPE)
     lowest = gl.min(gl.where(lows < highs, lows, s_kv), 0)
     end = gl.max(gl.where(lows < highs, highs, 0), 0)
     begin = lowest // _KEYS
@@ -240,26 +241,25 @@ def score_kernel(
         blocks = _first_blocks(keys, SHAPE)
         for i in gl.static_range(_STAGES):
             _fetch(keys, blocks[i], begin + i * keys.step, memory, ready, i, SHAPE)
-        first = (blocks[0], blocks[1], blocks[_STAGES], _factors(keys, blocks[0], begin, SHAPE))
+        if SHAPE.many:
+            found = _load_queries(iq, iq_strides, row, heads, SHAPE)
+            weights = _load_weights(w, w_strides, row, heads, SHAPE)
+            first = None
+        else:
+            first = (blocks[0], blocks[1], blocks[_STAGES], _factors(keys, blocks[0], begin, SHAPE))
         results = Rows(out, summary + maxima, lows, highs, scale)
         if iq.dtype.element_ty == gl.float16 or not SHAPE.narrow:
             _write_queries(queries, found)
-            worst, best, other = _score(
-                keys, first, memory, ready, queries, weights, results, best, other, False, SHAPE
-            )
+            worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
         else:
-            narrow, less, is_same = _narrowed(found, weights, SHAPE)
+            narrow, less, is_same = _narrowed(found, weights)
             if is_same:
                 as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
                 _write_queries(as_fp16, narrow)
-                worst, best, other = _score(
-                    keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE.relu, SHAPE
-                )
+                worst, best, other = _score(keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE)
             else:
                 _write_queries(queries, found)
-                worst, best, other = _score(
-                    keys, first, memory, ready, queries, weights, results, best, other, False, SHAPE
-                )
+                worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
         if worst != 0:
             gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
@@ -281,13 +281,10 @@ def score_kernel(
 
 
 @gluon.jit
-def _score(
-    keys, first, memory, ready, queries, weights, results, best, other, DOUBLED: gl.constexpr, SHAPE: gl.constexpr
-):
+def _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE: gl.constexpr):
     """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys.
 
-    `first` has what was loaded for the first tiles. DOUBLED: weights are halved, and so max(x, 0) can be x + |x|, which
-    takes no instruction of the units that widen keys.
+    `first` has what was loaded for the first tiles, or is None.
     """
     ROWS: gl.constexpr = SHAPE.rows
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
@@ -296,7 +293,13 @@ def _score(
     offset_in_tile = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, SHAPE.layout))
     worst = (keys.begin * 0).to(gl.int64)
     step = keys.begin * 0  # tiles so far
-    block, later, ahead, factor = first
+    if first is None:
+        block = _entry(keys, keys.begin, SHAPE)
+        factor = _factors(keys, block, keys.begin, SHAPE)
+        later = _entry(keys, keys.begin + keys.step, SHAPE)
+        ahead = _entry(keys, keys.begin + _STAGES * keys.step, SHAPE)
+    else:
+        block, later, ahead, factor = first
     for key in range(keys.begin, keys.end, keys.step):
         # Loaded for the tiles that come, long before they are needed.
         next_factor = _factors(keys, later, key + keys.step, SHAPE)
@@ -315,10 +318,7 @@ def _score(
         there = (block >= 0) & (block < keys.num_blocks)
         word = ((key // SHAPE.block_size + 1).to(gl.int64) << 32) | (block.to(gl.int64) & 0xFFFFFFFF)
         worst = gl.maximum(worst, gl.where(there, 0, word))
-        if DOUBLED:
-            score = final_score(dots + gl.abs(dots), weights, factor, results.scale, False, SHAPE)
-        else:
-            score = final_score(dots, weights, factor, results.scale, SHAPE.relu, SHAPE)
+        score = final_score(dots, weights, factor, results.scale, SHAPE)
         at = key + offset_in_tile
         seen = (at[:, None] >= results.lows[None, :]) & (at[:, None] < results.highs[None, :]) & there
         score = gl.where(seen & (score == score), score, float("-inf"))
@@ -368,7 +368,7 @@ def _load_weights(w, w_strides, row, heads, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _narrowed(queries, weights, SHAPE: gl.constexpr):
+def _narrowed(queries, weights):
     """Queries times a power of two in fp16, weights divided by it, and whether that changes no product of both."""
     flat = queries.reshape([queries.shape[0] * _WIDTH]).to(gl.float32)
     largest = gl.max(gl.abs(flat), 0)
@@ -378,8 +378,6 @@ def _narrowed(queries, weights, SHAPE: gl.constexpr):
     down = gl.cast((exponent - 14) << 23, gl.float32, bitcast=True)
     wide, less = flat * up, weights * down
     narrow = wide.to(gl.float16)
-    if SHAPE.relu:  # weights of doubled products (see `_score`)
-        less, up = less * 0.5, up * 2.0
     # A NaN query remains one: its distance is NaN, which is not the maximum.
     change = gl.max(gl.abs(narrow.to(gl.float32) - wide), 0) + gl.max(gl.abs(less * up - weights), 0)
     is_same = (change == 0.0) & (largest < float("inf"))

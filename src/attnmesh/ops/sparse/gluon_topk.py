@@ -277,7 +277,7 @@ def _score(INDEX: gl.constexpr, buffer, scale, memory, barriers, sizes, SHAPE: g
             dots = warpgroup_mma_wait(0, [dots])
             mbarrier.arrive(barriers.k_free.index(stage), count=1)
             weights = memory.weights.index(slot).load(gl.SliceLayout(0, grid))
-            score = final_score(dots, weights, None, scale, SHAPE.relu, SHAPE)
+            score = final_score(dots, weights, None, scale, SHAPE)
             at = key + keys
             seen = (at[:, None] >= lows[None, :]) & (at[:, None] < highs[None, :])
             gl.store(out[None, :] + at[:, None], gl.where(seen & (score == score), score, float("-inf")))
@@ -288,12 +288,12 @@ def _score(INDEX: gl.constexpr, buffer, scale, memory, barriers, sizes, SHAPE: g
 
 
 @gluon.jit
-def final_score(dots, weights, factor, scale, RELU: gl.constexpr, SHAPE: gl.constexpr):
+def final_score(dots, weights, factor, scale, SHAPE: gl.constexpr):
     """The scores of a tile from its products. -0.0 becomes 0.0, so that equal scores have equal bits.
 
     `factor`: None, or a scale of each key.
     """
-    if RELU:
+    if SHAPE.relu:
         dots = gl.maximum(dots, 0.0, propagate_nan=_NAN_STAYS)
     total = gl.sum((dots * weights[None, :]).reshape([_KEYS, SHAPE.rows, SHAPE.heads]), 2)
     total = gl.convert_layout(total, SHAPE.layout)
