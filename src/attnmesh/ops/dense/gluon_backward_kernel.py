@@ -272,7 +272,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     K_BLOCK: gl.constexpr = SHAPE.k_block
     V_BLOCK: gl.constexpr = SHAPE.v_block
     Q_BLOCK: gl.constexpr = SHAPE.q_block
-    ROUNDS: gl.constexpr = SHAPE.q_rounds
     UNDER_WAY: gl.constexpr = V_BLOCKS if SHAPE.scores else 0  # products that start behind the scores
     dtype: gl.constexpr = memory.k.dtype
     grad_k, grad_k_strides, grad_v, grad_v_strides = grads
@@ -305,14 +304,11 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             turn = (step // STAGES) & 1
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
-                products = score(
-                    my_k, HALF if PAIRED else drift + HALF, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid
-                )
+                tile = HALF if PAIRED else drift + HALF
+                products = score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid)
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = score(
-                    my_v, HALF if PAIRED else drift + HALF, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid
-                )
+                grad_weights = score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid)
             row_lse = memory.lse.index(stage).load(across)
             if within == 0:
                 products = warpgroup_mma_wait(UNDER_WAY, [products])
@@ -358,7 +354,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     if PAIRED and SHAPE.values:
                         acc_v = finish(0, acc_v)
                     parts = ()
-                    for i in gl.static_range(ROUNDS):
+                    for i in gl.static_range(K_BLOCKS):
                         part = no_grad_q
                         for half in gl.static_range(2):
                             left = memory.ds.index(2 * (drift + HALF if PAIRED else ds_stage) + half).permute([1, 0])
@@ -370,25 +366,23 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
                 acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
-                    for i in gl.static_range(ROUNDS):
+                    for i in gl.static_range(K_BLOCKS):
                         if SHAPE.values and i == 0:
-                            finished = warpgroup_mma_wait(2 * (ROUNDS - 1 - i) + K_BLOCKS, (parts[i],) + acc_v)
+                            finished = warpgroup_mma_wait(2 * (K_BLOCKS - 1 - i) + K_BLOCKS, (parts[i],) + acc_v)
                             part = finished[0]
                             acc_v = finished[1:]
                         else:
-                            part = warpgroup_mma_wait(2 * (ROUNDS - 1 - i) + K_BLOCKS, [parts[i]])
-                        if PAIRED and i == ROUNDS - 1:
+                            part = warpgroup_mma_wait(2 * (K_BLOCKS - 1 - i) + K_BLOCKS, [parts[i]])
+                        if PAIRED and i == K_BLOCKS - 1:
                             mbarrier.arrive(barriers.ds_free.index(0), count=1)
-                        uses = (step // 2 if PAIRED else step) * ROUNDS + i
+                        uses = (step // 2 if PAIRED else step) * K_BLOCKS + i
                         leave(part, scale, HALF, uses, memory, barriers)
                 elif SHAPE.values and not SHAPE.needs_q:
                     acc_v = finish(K_BLOCKS, acc_v)
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = score(
-                    my_k, HALF if PAIRED else drift + HALF, memory.q, following, K_BLOCKS, SHAPE.held, score_grid
-                )
+                products = score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held, score_grid)
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = finish(2 * K_BLOCKS, acc_v)
             row = next_row(row, work)

@@ -24,12 +24,9 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 @gluon.jit
 def load_lse(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
     """The lse of the earlier state, in base 2; -inf for rows beyond the last."""
-    result = None
-    if SHAPE.state != _NEW:
-        lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
-        offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
-        result = gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
-    return result
+    lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
+    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
+    return gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
 
 
 @gluon.jit
