@@ -331,7 +331,7 @@ PLANTED_BY_HALF = {
     "ds of the same step is multiplied": ("(step + 1) % 2, FIRST + half", "step % 2, FIRST + half"),
     "grad_q is used too early": ("K_BLOCKS + V_BLOCKS, [part]", "K_BLOCKS + V_BLOCKS + 1, [part]"),
     "a block of grad_q is overwritten before it is added": (
-        "mbarrier.wait(barriers.grad_q_free.index(HALF), (use & 1) ^ 1)", "pass"),
+        "mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)", "pass"),
     "the last grad_q is left out": ("1 if HALF == 0 or SHAPE.halved else 0", "1 if HALF == 0 else 0"),
 }  # fmt: skip
 

@@ -12,24 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 @gluon.jit
-def allocate_barriers(NUMBER: gl.constexpr):
-    """The memory of some barriers."""
-    return gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-
-
-@gluon.jit
-def init_barriers(barriers, ARRIVALS: gl.constexpr):
-    """Initializes barriers, whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
-    NUMBER: gl.constexpr = barriers.shape[0]
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-
-
-@gluon.jit
 def new_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     """Barriers whose phases end with ARRIVALS arrivals. A fence must follow the last initialization."""
-    barriers = allocate_barriers(NUMBER)
-    init_barriers(barriers, ARRIVALS)
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
 
 

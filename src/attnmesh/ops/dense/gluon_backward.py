@@ -341,7 +341,7 @@ def _launch(
     shape = Shape(
         needs_q, ordered, scores, grad_v is not None, shared_keys, halved, bounded, causal,
         splits > 1, overwrite,
-        key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block, key_blocks,
+        key_dim, key_block, key_blocks, value_dim, value_block, value_blocks, query_block,
         stages, tiles.grad_out_stages if shared_keys else stages, unrolled, tiles.paired, held,
     )  # fmt: skip
     blocks = (

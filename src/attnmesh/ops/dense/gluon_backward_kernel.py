@@ -62,9 +62,17 @@ from attnmesh.ops.dense.gluon_backward_memory import (
     next_row,
     ordered_row,
 )
-from attnmesh.ops.dense.gluon_backward_steps import add_products, add_sums, finish, score, weights_of, zero_blocks
+from attnmesh.ops.dense.gluon_backward_steps import (
+    add_products,
+    add_sums,
+    finish,
+    leave,
+    score,
+    weights_of,
+    zero_blocks,
+)
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 
 _TILE = gl.constexpr(TILE)
 _STOPS = gl.constexpr(512)  # of the rows of key tiles, read at once
@@ -85,9 +93,6 @@ def backward_kernel(
     UNROLLED: gl.constexpr = SHAPE.unrolled
     K_BLOCK: gl.constexpr = SHAPE.k_block
     V_BLOCK: gl.constexpr = SHAPE.v_block
-    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
-    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    Q_BLOCK: gl.constexpr = SHAPE.q_block
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2  # tiles of 64 keys
     # The tiles of the heads of a section, longest first: programs of the same heads share rows in the L2 cache.
     tile_count = gl.cdiv(kv_len, HALVES * _TILE)
@@ -115,16 +120,11 @@ def backward_kernel(
     if steps <= 0:
         if SHAPE.overwrite:
             grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-            nothing = gl.zeros([_TILE, K_BLOCK], gl.float32, grid)
+            no_k, no_v = zero_blocks(K_BLOCK, SHAPE.k_blocks, grid), zero_blocks(V_BLOCK, SHAPE.v_blocks, grid)
             for half in gl.static_range(HALVES):
                 keys = key_begin + half * _TILE
-                if grad_k is not None:
-                    for block in gl.static_range(K_BLOCKS):
-                        add_sums(grad_k, grad_k_strides, nothing, work, keys, block * K_BLOCK, SHAPE.d, SHAPE, grid)
-                if grad_v is not None:
-                    nothing = gl.zeros([_TILE, V_BLOCK], gl.float32, grid)
-                    for block in gl.static_range(V_BLOCKS):
-                        add_sums(grad_v, grad_v_strides, nothing, work, keys, block * V_BLOCK, SHAPE.dv, SHAPE, grid)
+                add_sums(grad_k, grad_k_strides, no_k, None, work, keys, SHAPE.d, SHAPE, grid)
+                add_sums(grad_v, grad_v_strides, no_v, None, work, keys, SHAPE.dv, SHAPE, grid)
         return
 
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -144,7 +144,7 @@ def backward_kernel(
         # Of both consumers, of two steps if they exchange them.
         ds_tiles = gl.allocate_shared_memory(q.dtype, [1 if SHAPE.shared_keys else 4, _TILE, _TILE], wide)
         floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, Q_BLOCK], floats)
+        grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, SHAPE.q_block], floats)
     v_tiles: gl.constexpr = None
     if SHAPE.scores:
         v_tiles = gl.allocate_shared_memory(q.dtype, [HALVES * SHAPE.v_blocks, _TILE, V_BLOCK], wide)
@@ -163,31 +163,19 @@ def backward_kernel(
         grad_q_tiles,
     )
     barriers = Barriers(
-        k_ready=allocate_barriers(1),
-        v_ready=allocate_barriers(1),
-        q_ready=allocate_barriers(STAGES),
-        q_free=allocate_barriers(STAGES),
-        grad_out_ready=allocate_barriers(STAGES),
-        grad_out_free=allocate_barriers(STAGES),
-        weights_ready=allocate_barriers(1),
-        weights_free=allocate_barriers(1),
-        ds_ready=allocate_barriers(2),
-        ds_free=allocate_barriers(1),
-        grad_q_ready=allocate_barriers(2),
-        grad_q_free=allocate_barriers(2),
+        k_ready=new_barriers(1, 1 if slopes is None else 2),  # the copies, and the distances
+        v_ready=new_barriers(1, 1),
+        q_ready=new_barriers(STAGES, 2),  # the copies and, once, the terms of the rows
+        q_free=new_barriers(STAGES, 2),
+        grad_out_ready=new_barriers(STAGES, 2),
+        grad_out_free=new_barriers(STAGES, 2 if SHAPE.values else 1),
+        weights_ready=new_barriers(1, 1),
+        weights_free=new_barriers(1, 1),
+        ds_ready=new_barriers(2, HALVES),
+        ds_free=new_barriers(1, HALVES),
+        grad_q_ready=new_barriers(2, 1),
+        grad_q_free=new_barriers(2, 1),
     )
-    init_barriers(barriers.k_ready, 1 if slopes is None else 2)  # the copies, and the distances
-    init_barriers(barriers.v_ready, 1)
-    init_barriers(barriers.q_ready, 2)  # the copies and, once, the terms of the rows
-    init_barriers(barriers.q_free, 2)
-    init_barriers(barriers.grad_out_ready, 2)
-    init_barriers(barriers.grad_out_free, 2 if SHAPE.values else 1)
-    init_barriers(barriers.weights_ready, 1)
-    init_barriers(barriers.weights_free, 1)
-    init_barriers(barriers.ds_ready, HALVES)
-    init_barriers(barriers.ds_free, HALVES)
-    init_barriers(barriers.grad_q_ready, 1)
-    init_barriers(barriers.grad_q_free, 1)
     fence_async_shared()
 
     turns: gl.constexpr = None
@@ -284,7 +272,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     K_BLOCK: gl.constexpr = SHAPE.k_block
     V_BLOCK: gl.constexpr = SHAPE.v_block
     Q_BLOCK: gl.constexpr = SHAPE.q_block
-    ROUNDS: gl.constexpr = SHAPE.q_rounds
     UNDER_WAY: gl.constexpr = V_BLOCKS if SHAPE.scores else 0  # products that start behind the scores
     dtype: gl.constexpr = memory.k.dtype
     grad_k, grad_k_strides, grad_v, grad_v_strides = grads
@@ -317,14 +304,11 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             turn = (step // STAGES) & 1
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
-                products = score(
-                    my_k, HALF if PAIRED else drift + HALF, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid
-                )
+                tile = HALF if PAIRED else drift + HALF
+                products = score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid)
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = score(
-                    my_v, HALF if PAIRED else drift + HALF, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid
-                )
+                grad_weights = score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid)
             row_lse = memory.lse.index(stage).load(across)
             if within == 0:
                 products = warpgroup_mma_wait(UNDER_WAY, [products])
@@ -370,7 +354,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     if PAIRED and SHAPE.values:
                         acc_v = finish(0, acc_v)
                     parts = ()
-                    for i in gl.static_range(ROUNDS):
+                    for i in gl.static_range(K_BLOCKS):
                         part = no_grad_q
                         for half in gl.static_range(2):
                             left = memory.ds.index(2 * (drift + HALF if PAIRED else ds_stage) + half).permute([1, 0])
@@ -382,28 +366,23 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
                 acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
-                    for i in gl.static_range(ROUNDS):
+                    for i in gl.static_range(K_BLOCKS):
                         if SHAPE.values and i == 0:
-                            finished = warpgroup_mma_wait(2 * (ROUNDS - 1 - i) + K_BLOCKS, (parts[i],) + acc_v)
+                            finished = warpgroup_mma_wait(2 * (K_BLOCKS - 1 - i) + K_BLOCKS, (parts[i],) + acc_v)
                             part = finished[0]
                             acc_v = finished[1:]
                         else:
-                            part = warpgroup_mma_wait(2 * (ROUNDS - 1 - i) + K_BLOCKS, [parts[i]])
-                        if PAIRED and i == ROUNDS - 1:
+                            part = warpgroup_mma_wait(2 * (K_BLOCKS - 1 - i) + K_BLOCKS, [parts[i]])
+                        if PAIRED and i == K_BLOCKS - 1:
                             mbarrier.arrive(barriers.ds_free.index(0), count=1)
-                        uses = (step // 2 if PAIRED else step) * ROUNDS + i
-                        mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)
-                        memory.grad_q.index(HALF).store(part * scale)
-                        fence_async_shared()
-                        mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
+                        uses = (step // 2 if PAIRED else step) * K_BLOCKS + i
+                        leave(part, scale, HALF, uses, memory, barriers)
                 elif SHAPE.values and not SHAPE.needs_q:
                     acc_v = finish(K_BLOCKS, acc_v)
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = score(
-                    my_k, HALF if PAIRED else drift + HALF, memory.q, following, K_BLOCKS, SHAPE.held, score_grid
-                )
+                products = score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held, score_grid)
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = finish(2 * K_BLOCKS, acc_v)
             row = next_row(row, work)
@@ -415,10 +394,5 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             acc_v = finish(0, acc_v)
         mbarrier.arrive(barriers.q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
-    if grad_k is not None:
-        for i in gl.static_range(K_BLOCKS):
-            sums = acc_k[i] * scale
-            add_sums(grad_k, grad_k_strides, sums, work, my_keys, i * K_BLOCK, SHAPE.d, SHAPE, k_grid)
-    if grad_v is not None:
-        for i in gl.static_range(V_BLOCKS):
-            add_sums(grad_v, grad_v_strides, acc_v[i], work, my_keys, i * V_BLOCK, SHAPE.dv, SHAPE, v_grid)
+    add_sums(grad_k, grad_k_strides, acc_k, scale, work, my_keys, SHAPE.d, SHAPE, k_grid)
+    add_sums(grad_v, grad_v_strides, acc_v, None, work, my_keys, SHAPE.dv, SHAPE, v_grid)

@@ -111,8 +111,7 @@ class Shape(NamedTuple):
     dv: Any
     v_block: Any
     v_blocks: Any
-    q_block: Any  # columns of grad_q that are exchanged at once, and how often
-    q_rounds: Any
+    q_block: Any  # columns of grad_q that are exchanged at once, as often as there are blocks of keys
     stages: Any
     grad_out_stages: Any
     unrolled: Any
@@ -208,7 +207,7 @@ def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
 def add_rows(grad_q, memory, barriers, work, SHAPE: gl.constexpr):
     """Lets the copy engine add the tiles of grad_q that the consumers leave in shared memory."""
     WIDTH: gl.constexpr = SHAPE.q_block
-    ROUNDS: gl.constexpr = SHAPE.q_rounds
+    ROUNDS: gl.constexpr = SHAPE.k_blocks
     if grad_q is not None:
         head, row = work.head, work.start
         for step in range(work.steps // 2 if SHAPE.paired else work.steps):

@@ -4,7 +4,12 @@
 # ruff: noqa: RUF005 - Gluon has no starred elements
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from attnmesh.ops.dense.gluon_backward_memory import TILE
 from attnmesh.ops.dense.gluon_online_softmax import tanh
@@ -97,8 +102,33 @@ def finish(UNDER_WAY: gl.constexpr, sums):
 
 
 @gluon.jit
-def add_sums(grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr):
-    """Adds to some columns of the gradients of 64 keys, or overwrites them."""
+def leave(part, scale, HALF: gl.constexpr, uses, memory, barriers):
+    """Leaves a block of grad_q, times a scale unless that is None, for the copy engine."""
+    mbarrier.wait(barriers.grad_q_free.index(HALF), (uses & 1) ^ 1)
+    if scale is not None:
+        part = part * scale
+    memory.grad_q.index(HALF).store(part)
+    fence_async_shared()
+    mbarrier.arrive(barriers.grad_q_ready.index(HALF), count=1)
+
+
+@gluon.jit
+def add_sums(
+    grad, strides, sums, scale, work, key_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr
+):  # fmt: skip
+    """Adds the sums, block by block of columns, to the gradients of 64 keys, or overwrites them."""
+    if grad is not None:
+        for i in gl.static_range(len(sums)):
+            block = sums[i]
+            if scale is not None:
+                block = block * scale
+            _add_block(grad, strides, block, work, key_begin, i * block.shape[1], D, SHAPE, grid)
+
+
+@gluon.jit
+def _add_block(
+    grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr
+):  # fmt: skip
     key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
     column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]

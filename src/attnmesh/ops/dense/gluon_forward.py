@@ -26,6 +26,7 @@ beyond the ends of q, k and v: rows there are masked, and columns there fill a t
 """
 
 # mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
 from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
-from attnmesh.ops.gluon_barriers import allocate_barriers, init_barriers, invalidate_barriers
+from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.launch import Launch, Recent, prepare, signature
@@ -301,12 +302,14 @@ def _forward_kernel(
 ):  # fmt: skip
     gdc_launch_dependents()  # the next stage of a ring may be launched: it waits for the end of this stage itself
     STAGES: gl.constexpr = SHAPE.stages
-    queries = _allocate(q_main, q_rest, _CONSUMERS)
-    keys = _allocate(k_main, k_rest, STAGES)
-    values = _allocate(v_main, v_rest, STAGES)
+    q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
+    state_blocks = (state_main, state_rest)
+    queries = _allocate(q_blocks, _CONSUMERS)
+    keys = _allocate(k_blocks, STAGES)
+    values = _allocate(v_blocks, STAGES)
     states = None
     if SHAPE.staged:
-        states = _allocate(state_main, state_rest, _CONSUMERS)
+        states = _allocate(state_blocks, _CONSUMERS)
     work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     distances = None
     if k_positions is not None:
@@ -314,29 +317,18 @@ def _forward_kernel(
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         distances = gl.allocate_shared_memory(gl.float32, [STAGES + 1, SHAPE.keys], flat)
     barriers = Barriers(
-        work_ready=allocate_barriers(2),
-        work_free=allocate_barriers(2),
-        q_ready=allocate_barriers(_CONSUMERS),
-        q_free=allocate_barriers(_CONSUMERS),
-        turn=allocate_barriers(_CONSUMERS),
-        k_ready=allocate_barriers(STAGES),
-        k_free=allocate_barriers(STAGES),
-        v_ready=allocate_barriers(STAGES),
-        v_free=allocate_barriers(STAGES),
-        state_ready=allocate_barriers(_CONSUMERS),
-        state_free=allocate_barriers(_CONSUMERS),
+        work_ready=new_barriers(2, 1),
+        work_free=new_barriers(2, _CONSUMERS),
+        q_ready=new_barriers(_CONSUMERS, 1),
+        q_free=new_barriers(_CONSUMERS, 1),
+        turn=new_barriers(_CONSUMERS, 1),
+        k_ready=new_barriers(STAGES, 1 if k_positions is None else 2),  # the copies, and the distances
+        k_free=new_barriers(STAGES, _CONSUMERS),
+        v_ready=new_barriers(STAGES, 1),
+        v_free=new_barriers(STAGES, _CONSUMERS),
+        state_ready=new_barriers(_CONSUMERS, 1),
+        state_free=new_barriers(_CONSUMERS, 1),
     )
-    init_barriers(barriers.work_ready, 1)
-    init_barriers(barriers.work_free, _CONSUMERS)
-    init_barriers(barriers.q_ready, 1)
-    init_barriers(barriers.q_free, 1)
-    init_barriers(barriers.turn, 1)
-    init_barriers(barriers.k_ready, 1 if k_positions is None else 2)  # the copies, and the distances
-    init_barriers(barriers.k_free, _CONSUMERS)
-    init_barriers(barriers.v_ready, 1)
-    init_barriers(barriers.v_free, _CONSUMERS)
-    init_barriers(barriers.state_ready, 1)
-    init_barriers(barriers.state_free, 1)
     fence_async_shared()
 
     memory = Memory(queries, keys, values, states, work, distances)
@@ -347,8 +339,6 @@ def _forward_kernel(
     after = (out, (out_batch, out_head, out_row), lse, (lse_batch, lse_head, lse_row), sinks)
     sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
     alibi = (slopes, q_positions, k_positions, (step, q_first, q_split, q_jump, k_split, k_jump))
-    q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    state_blocks = (state_main, state_rest)
     gdc_wait()
     gl.warp_specialize(
         [(_attend, (0, memory, barriers, mask, before, after, state_blocks, sizes, scale, softcap, alibi, SHAPE)),
@@ -360,18 +350,17 @@ def _forward_kernel(
 
 
 @gluon.jit
-def _allocate(main, rest, STAGES: gl.constexpr):
+def _allocate(blocks, STAGES: gl.constexpr):
     """Shared memory for the blocks of some tiles."""
-    if rest is None:
-        result = (_allocate_block(main, STAGES),)
-    else:
-        result = (_allocate_block(main, STAGES), _allocate_block(rest, STAGES))
+    result = (_allocate_block(blocks[0], STAGES),)
+    if blocks[1] is not None:
+        result = result + (_allocate_block(blocks[1], STAGES),)
     return result
 
 
 @gluon.jit
 def _allocate_block(block, STAGES: gl.constexpr):
-    shape: gl.constexpr = [STAGES] + block.block_type.shape  # noqa: RUF005 - Gluon has no starred elements
+    shape: gl.constexpr = [STAGES] + block.block_type.shape
     return gl.allocate_shared_memory(block.dtype, shape, block.layout)
 
 
@@ -513,13 +502,9 @@ def _attend(
 @gluon.jit
 def _score(memory, INDEX: gl.constexpr, stage, scores, ADDS: gl.constexpr):
     """Starts the products of this consumer's queries with a tile of keys, and adds them to `scores` if ADDS."""
-    scores = warpgroup_mma(
-        _tile(memory.q[0], INDEX), _tile(memory.k[0], stage).permute([1, 0]), scores, use_acc=ADDS, is_async=True
-    )
-    if len(memory.k) > 1:
-        scores = warpgroup_mma(
-            _tile(memory.q[1], INDEX), _tile(memory.k[1], stage).permute([1, 0]), scores, is_async=True
-        )
+    for i in gl.static_range(len(memory.k)):
+        q_tile, k_tile = _tile(memory.q[i], INDEX), _tile(memory.k[i], stage).permute([1, 0])
+        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=ADDS or i > 0, is_async=True)
     return scores
 
 
@@ -533,21 +518,13 @@ def _tile(memory, stage):
 @gluon.jit
 def _add_values(acc, weights, memory, stage):
     """Starts acc + weights @ values."""
-    main = warpgroup_mma(weights, _tile(memory.v[0], stage), acc[0], is_async=True)
-    if len(memory.v) > 1:
-        result = (main, warpgroup_mma(weights, _tile(memory.v[1], stage), acc[1], is_async=True))
-    else:
-        result = (main,)
+    result = ()
+    for i in gl.static_range(len(memory.v)):
+        result = result + (warpgroup_mma(weights, _tile(memory.v[i], stage), acc[i], is_async=True),)
     return result
 
 
 @gluon.jit
 def _finish(sums, weights):
     """Waits for all products. Until then the weights have to stay in their registers."""
-    if len(sums) > 1:
-        main, rest, _ = warpgroup_mma_wait(0, [sums[0], sums[1], weights])
-        result = (main, rest)
-    else:
-        main, _ = warpgroup_mma_wait(0, [sums[0], weights])
-        result = (main,)
-    return result
+    return warpgroup_mma_wait(0, sums + (weights,))[:-1]

@@ -7,6 +7,7 @@ blocks of columns.
 """
 
 # mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -80,11 +81,9 @@ def operand(weights, memory, wide: gl.constexpr):
 @gluon.jit
 def rescale(acc, factor, SELECT: gl.constexpr = False):
     """The rows of all blocks times a factor. If SELECT, a factor of 0 makes 0 of anything, even of NaN."""
-    main = _times(acc[0], factor, SELECT)
-    if len(acc) > 1:
-        result = (main, _times(acc[1], factor, SELECT))
-    else:
-        result = (main,)
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (_times(acc[i], factor, SELECT),)
     return result
 
 
@@ -103,11 +102,9 @@ def initial(factor, SHAPE: gl.constexpr, down: gl.constexpr):
     """The carry before any key: (acc, total, raw_max)."""
     total = gl.zeros([_ROWS], gl.float32, down)
     raw_max = total + lowest_of(factor)
-    main = _zeros(SHAPE.v_main)
+    acc = (_zeros(SHAPE.v_main),)
     if SHAPE.v_rest > 0:
-        acc = (main, _zeros(SHAPE.v_rest))
-    else:
-        acc = (main,)
+        acc = acc + (_zeros(SHAPE.v_rest),)
     return acc, total, raw_max
 
 

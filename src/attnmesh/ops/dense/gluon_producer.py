@@ -104,6 +104,5 @@ def _copy(blocks, memory, ready, coord, stage):
         mbarrier.expect(ready, blocks[0].block_type.nbytes)
     else:
         mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(blocks[0], coord, ready, memory[0].index(stage))
-    if blocks[1] is not None:
-        tma.async_copy_global_to_shared(blocks[1], coord, ready, memory[1].index(stage))
+    for i in gl.static_range(len(memory)):
+        tma.async_copy_global_to_shared(blocks[i], coord, ready, memory[i].index(stage))

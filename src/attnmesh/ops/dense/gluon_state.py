@@ -6,6 +6,7 @@ the new state. Else threads load and store their own elements.
 """
 
 # mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,12 +24,9 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 @gluon.jit
 def load_lse(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
     """The lse of the earlier state, in base 2; -inf for rows beyond the last."""
-    result = None
-    if SHAPE.state != _NEW:
-        lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
-        offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
-        result = gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
-    return result
+    lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
+    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
+    return gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
 
 
 @gluon.jit
@@ -44,14 +42,7 @@ def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr
     """The carry of the earlier state: (acc, total, row_max). Where total is 0, acc may be anything."""
     row_max = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
     total = gl.where(row_max == float("-inf"), 0.0, 1.0)
-    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
-    main = _load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
-    if SHAPE.v_rest > 0:
-        rest = _load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
-        acc = (main, rest)
-    else:
-        acc = (main,)
-    return acc, total, row_max
+    return _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE), total, row_max
 
 
 @gluon.jit
@@ -65,23 +56,17 @@ def join_state(
     shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale, weight = gl.exp2(row_max - shift), gl.exp2(state_lse - shift)
     acc = rescale(acc, acc_scale, True)
-    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    earlier = ()
     if SHAPE.staged:
-        main = _read_block(memory[0], INDEX, _lines(SHAPE.v_main, True))
+        for i in gl.static_range(len(acc)):
+            earlier = earlier + (_read_block(memory[i], INDEX, _lines(acc[i].shape[1], True)),)
     else:
-        main = _load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main)
-    if SHAPE.v_rest > 0:
-        if SHAPE.staged:
-            rest = _read_block(memory[1], INDEX, _lines(SHAPE.v_rest, True))
-        else:
-            rest = _load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest)
-        # An empty state may hold NaN.
-        joined = rescale((main, rest), weight, True)
-        acc = (acc[0] + joined[0], acc[1] + joined[1])
-    else:
-        joined = rescale((main,), weight, True)
-        acc = (acc[0] + joined[0],)
-    return acc, total * acc_scale + weight, new_row_max
+        earlier = _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE)
+    earlier = rescale(earlier, weight, True)  # an empty state may hold NaN
+    joined = ()
+    for i in gl.static_range(len(acc)):
+        joined = joined + (acc[i] + earlier[i],)
+    return joined, total * acc_scale + weight, new_row_max
 
 
 @gluon.jit
@@ -102,17 +87,14 @@ def store_state(
     if SHAPE.staged and out.dtype.element_ty == gl.float32:
         if SHAPE.state == _NEW:
             tma.store_wait(0)
-        _write_block(memory[0], acc[0], INDEX)
-        if SHAPE.v_rest > 0:
-            _write_block(memory[1], acc[1], INDEX)
+        for i in gl.static_range(len(acc)):
+            _write_block(memory[i], acc[i], INDEX)
         fence_async_shared()
-        tma.async_copy_shared_to_global(blocks[0], [batch, head, row_begin, 0], memory[0].index(INDEX))
-        if SHAPE.v_rest > 0:
-            tma.async_copy_shared_to_global(blocks[1], [batch, head, row_begin, 0], memory[1].index(INDEX))
+        for i in gl.static_range(len(acc)):
+            tma.async_copy_shared_to_global(blocks[i], [batch, head, row_begin, 0], memory[i].index(INDEX))
     else:
-        _store_block(out, out_strides, memory, acc, INDEX, 0, batch, head, row_begin, sizes, SHAPE, 0)
-        if SHAPE.v_rest > 0:
-            _store_block(out, out_strides, memory, acc, INDEX, 1, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main)
+        for i in gl.static_range(len(acc)):
+            _store_block(out, out_strides, memory, acc, INDEX, i, batch, head, row_begin, sizes, SHAPE)
 
 
 @gluon.jit
@@ -134,6 +116,16 @@ def _row_offsets(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, do
     heads = head + within // APART
     of_head = batch.to(gl.int64) * strides[0] + heads.to(gl.int64) * strides[1]
     return of_head + row.to(gl.int64) * strides[2], row < sizes.q_len
+
+
+@gluon.jit
+def _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr):
+    """The output of the earlier state."""
+    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
+    blocks = (_load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main),)
+    if SHAPE.v_rest > 0:
+        blocks = blocks + (_load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest),)
+    return blocks
 
 
 @gluon.jit
@@ -172,8 +164,9 @@ def _with_sink(total, row_max, sink):
 @gluon.jit
 def _store_block(
     out, strides, memory, acc, INDEX: gl.constexpr, BLOCK: gl.constexpr, batch, head, row_begin, sizes,
-    SHAPE: gl.constexpr, column_begin: gl.constexpr,
+    SHAPE: gl.constexpr,
 ):  # fmt: skip
+    column_begin: gl.constexpr = BLOCK * SHAPE.v_main
     WIDTH: gl.constexpr = acc[BLOCK].shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     if SHAPE.staged:  # no shared memory is left for a change of layout but this

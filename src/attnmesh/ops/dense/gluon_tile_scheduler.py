@@ -5,6 +5,7 @@ a work tile needs and publishes a record for each part of the mask, which the co
 """
 
 # mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Gluon has no starred elements
 from collections import namedtuple
 
 from triton.experimental import gluon
@@ -107,9 +108,7 @@ def read(work, barriers, record):
     layout: gl.constexpr = gl.BlockedLayout([_RECORD], [32], [4], [0])  # each thread has all fields
     values = work.index(slot).load(layout)
     field = gl.arange(0, _RECORD, layout=layout)
-    return (
-        gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
-        gl.sum(gl.where(field == 2, values, 0), 0), gl.sum(gl.where(field == 3, values, 0), 0),
-        gl.sum(gl.where(field == 4, values, 0), 0), gl.sum(gl.where(field == 5, values, 0), 0),
-        gl.sum(gl.where(field == 6, values, 0), 0),
-    )  # fmt: skip
+    fields = ()
+    for i in gl.static_range(7):
+        fields = fields + (gl.sum(gl.where(field == i, values, 0), 0),)
+    return fields

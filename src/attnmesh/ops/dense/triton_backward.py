@@ -134,8 +134,8 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
                         *_sizes(q, k, scale, terms),
                     ),
-                    used, **_options(q, v), PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ORDERED=ordered,
-                    ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+                    used, PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ORDERED=ordered, ROWS=tiles.rows,
+                    KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3], num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
     if grad_k is not None or grad_v is not None:
@@ -164,9 +164,9 @@ def backward(
                         *_inputs(*rows), visible.first, visible.end, visible.strides, rows_per_tile, turns,
                         keys, key_strides, values, value_strides, *_sizes(q, k, scale, terms),
                     ),
-                    tensors, **_options(q, v), PARTS=visible.parts, OVERWRITE=once, SPLITS=splits,
-                    STEPS=steps_per_split, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, num_warps=tiles.warps,
-                    num_stages=tiles.stages,
+                    tensors, PARTS=visible.parts, OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split,
+                    ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3],
+                    num_warps=tiles.warps, num_stages=tiles.stages,
                 )  # fmt: skip
             _known.add(key, launch)
         for grad, total in zip((grad_k, grad_v), sums, strict=True):
@@ -215,7 +215,7 @@ def short_gradients(
                 visible.strides, rows_per_tile, *(x for pair in zip(grads, strides, strict=True) for x in pair),
                 *_sizes(q, k, scale, terms),
             ),
-            (*used, rows_per_tile, *grads), **_options(q, v), ROWS=tiles.rows, KEYS=tiles.keys,
+            (*used, rows_per_tile, *grads), ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3],
             num_warps=tiles.warps, num_stages=tiles.stages,
         )  # fmt: skip
     _known.add(key, launch)
@@ -231,10 +231,6 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delt
 
 def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, ...]:
     return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, terms.softcap, *terms[1:4]
-
-
-def _options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    return {"D": q.shape[3], "DV": v.shape[3]}
 
 
 def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:

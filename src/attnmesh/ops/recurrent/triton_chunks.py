@@ -466,12 +466,10 @@ def states_kernel(
             result = tl.dot(value.to(dtype), tl.trans(mix), result, input_precision=PRECISION)
             row, column = begin + tl.arange(0, C), tl.arange(0, BV)
             there = (row < length)[:, None] & (block * BV + column < V)[None, :]
-            within = tl.arange(0, C)[:, None] * out_strides[2] + column[None, :]
-            rows = out + tl.cast(begin, tl.int64) * out_strides[2] + within
+            rows = tile_pointers(out, out_strides[2], begin, C, BV)
             result = tl.trans(result)
             if skip is not None:
-                within = tl.arange(0, C)[:, None] * v_strides[2] + column[None, :]
-                given = tl.load(v + tl.cast(begin, tl.int64) * v_strides[2] + within, mask=there, other=0.0)
+                given = tl.load(tile_pointers(v, v_strides[2], begin, C, BV), mask=there, other=0.0)
                 result += weight * given.to(tl.float32)
             tl.store(rows, result.to(out.dtype.element_ty), mask=there)
             from_start = next_from_start
