@@ -357,8 +357,8 @@ def _select(
 
 
 @gluon.jit
-def _bound(at):
-    """A bound of a row's keys as int32, at least 0."""
+def bound(at):
+    """Bounds of rows' keys as int32, at least 0."""
     return gl.minimum(gl.maximum(gl.load(at), 0), 0x7FFFFFFF).to(gl.int32)
 
 
@@ -377,8 +377,8 @@ def gather_kernel(
     gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
     memory = gl.allocate_shared_memory(gl.int32, [2, SHAPE.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     index, part = gl.program_id(0) // SHAPE.parts, gl.program_id(0) % SHAPE.parts
-    begin = gl.minimum(_bound(lo + first_row + index), s_kv)
-    end = gl.maximum(gl.minimum(_bound(hi + first_row + index), s_kv), begin)
+    begin = gl.minimum(bound(lo + first_row + index), s_kv)
+    end = gl.maximum(gl.minimum(bound(hi + first_row + index), s_kv), begin)
     first, stop = _tiles(begin, end)
     size = stop - first
     share = (size + (_KEYS * SHAPE.parts - 1)) // (_KEYS * SHAPE.parts) * _KEYS
@@ -411,7 +411,7 @@ def select_kernel(
     """Selects from one row; nothing if one of its blocks is not in the pool or its keys do not fit in the table."""
     memory = gl.allocate_shared_memory(gl.int32, [2, SHAPE.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     row = first_row + gl.program_id(0)
-    begin, limit = _bound(lo + row), _bound(hi + row)
+    begin, limit = bound(lo + row), bound(hi + row)
     beyond = limit > s_kv
     if beyond & (begin < limit):
         gl.store(errors + 1 + row // tokens, (limit - 1).to(gl.int64) | _INDEX_FAULT)
