@@ -430,7 +430,7 @@ def emulated_topk(seed: int) -> None:
 
 def emulated_distribution(seed: int) -> None:
     kernel = emulated(gluon_distribution, seed)
-    kernel.processors = lambda device: 2
+    kernel.multiprocessors = lambda *_: 2
     check_distribution(9, 220, 70, 128, 200, kernel=kernel, dtype=torch.float16, device="cpu")
 
 

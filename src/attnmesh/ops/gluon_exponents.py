@@ -22,7 +22,7 @@ from attnmesh.ops.exponents import EXPONENT_BITS, HUGE, LOWEST
 
 _HUGE, _LOWEST, _EXPONENT_BITS = gl.constexpr(HUGE), gl.constexpr(LOWEST), gl.constexpr(EXPONENT_BITS)
 # Never fused with the subtraction that follows: the largest score minus itself must be 0, however large it is.
-TIMES = gl.constexpr("mul.rn.f32 $0, $1, $2;")
+_TIMES = gl.constexpr("mul.rn.f32 $0, $1, $2;")
 
 
 @gluon.jit
@@ -43,10 +43,11 @@ def row_exponents(raw_max, new_raw_max, factor):
     # The largest power of two that is not greater than the factor, which is positive.
     power = gl.cast(gl.cast(factor, gl.int32, bitcast=True) & _EXPONENT_BITS, gl.float32, bitcast=True)
     factors = gl.where(gl.abs(new_raw_max) >= _HUGE / factor, power, factor)
-    shift = _times(new_raw_max, factors)
-    return factors, shift, _times(raw_max, factors) - shift
+    shift = times(new_raw_max, factors)
+    return factors, shift, times(raw_max, factors) - shift
 
 
 @gluon.jit
-def _times(a, b):
-    return gl.inline_asm_elementwise(TIMES, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+def times(a, b):
+    """a * b, rounded before anything is added or subtracted."""
+    return gl.inline_asm_elementwise(_TIMES, "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)

@@ -361,6 +361,12 @@ def gpu_of(device: torch.device) -> GPU:
     return _gpu_of(device) if device.type == "cuda" else WITHOUT_GPU
 
 
+@functools.cache
+def multiprocessors(device: torch.device, elsewhere: int) -> int:
+    """The multiprocessors of a GPU; `elsewhere` for tensors in host memory, where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else elsewhere
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is a GPU of compute capability 9.0 of NVIDIA: AMD's have such numbers, too."""
     return device.type == "cuda" and torch.version.hip is None and gpu_of(device).capability // 10 == 9

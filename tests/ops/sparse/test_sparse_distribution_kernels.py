@@ -184,7 +184,7 @@ EMULATED = [
 
 def emulate(problem: Problem, head_group: int, programs: int, seed: int, planted=None) -> Tensor:
     module = emulated(gluon_distribution, seed, planted)
-    module.processors = lambda device: programs
+    module.multiprocessors = lambda *_: programs
     return problem.run(module, head_group)
 
 

@@ -126,7 +126,7 @@ def decode(what, dtype, heads, d, split_size=None):
 def paged(what, dtype, heads, dim, slots, tokens):
     """The top-k of a decode step over 131,072 fp8 keys in blocks of 64."""
     dispatch.choose = lambda *_, **__: "gluon" if what == "paged gluon" else "triton"
-    triton_paged_topk._multiprocessors = lambda _: 132 if tokens < 4 else 1  # or programs for many tokens
+    triton_paged_topk.multiprocessors = lambda *_: 132 if tokens < 4 else 1  # or programs for many tokens
     pool = unpack_index_keys(torch.zeros(32, 64 * (dim + 4), dtype=torch.uint8), 64)
     paged_indexer_topk(
         torch.empty(2, tokens, heads, dim, dtype=dtype), pool, torch.zeros(2, 2048, dtype=torch.int32),

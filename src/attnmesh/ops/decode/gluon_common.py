@@ -6,6 +6,7 @@ An item is the units of one sequence in the partition or, with a fixed split siz
 """
 
 # mypy: disable-error-code="assignment"
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,15 +28,8 @@ KEYS = 64  # per tile
 _KEYS = gl.constexpr(KEYS)
 
 
-class Sources(NamedTuple):
-    """The inputs that decide which keys a sequence attends to."""
-
-    cur_pos: Any
-    range_first: Any
-    range_end: Any
-    batch: Any
-    capacity: Any
-    window: Any
+# The inputs that decide which keys a sequence attends to.
+Sources = namedtuple("Sources", "cur_pos range_first range_end batch capacity window")
 
 
 class Position(NamedTuple):
@@ -72,14 +66,15 @@ def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, B
     total, partitions = _partition_units(count, partitions, max_splits)
     at = partition * total // partitions
     stop = gl.minimum((partition + 1) * total // partitions, total)
-    before = gl.associative_scan(count, 0, _add)
+    before = gl.associative_scan(count, 0, add)
     sequence = gl.sum((before <= at).to(gl.int32), 0).to(gl.int32)
     unit = at - gl.sum(gl.where(index < sequence, count, 0), 0)
     return Position(sequence, unit.to(gl.int32), at, stop)
 
 
 @gluon.jit
-def _add(a, b):
+def add(a, b):
+    """How a scan combines numbers."""
     return a + b
 
 
@@ -205,36 +200,12 @@ class Shape(NamedTuple):
     ring: Any  # slots of keys in shared memory
 
 
-class WorkTile(NamedTuple):
-    """What a program computes: a tile of query rows, over the keys of one partition."""
-
-    head: Any
-    head_tile: Any
-    heads: Any
-    row_begin: Any
-    partition: Any
-
-
-class Keys(NamedTuple):
-    """Where keys come from."""
-
-    main: Any
-    tail: Any
-    scales: Any  # of latents in 8 bits
-    table: Any
-    table_stride: Any
-
-
-class Results(NamedTuple):
-    """Where results are written: of whole sequences, and of splits."""
-
-    out: Any
-    out_strides: Any
-    lse: Any
-    lse_strides: Any
-    part_out: Any
-    part_lse: Any
-    sinks: Any
+# What a program computes: a tile of query rows, over the keys of one partition.
+WorkTile = namedtuple("WorkTile", "head head_tile heads row_begin partition")
+# Where keys come from; the scales are those of latents in 8 bits.
+Keys = namedtuple("Keys", "main tail scales table table_stride")
+# Where results are written: of whole sequences, and of splits.
+Results = namedtuple("Results", "out out_strides lse lse_strides part_out part_lse sinks")
 
 
 def why_not(call: DecodeCall) -> str | None:

@@ -22,6 +22,7 @@ consumers are thus done with the tile that was in this slot before.
 """
 
 # mypy: disable-error-code="assignment"
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -66,7 +67,7 @@ from attnmesh.ops.decode.gluon_common import (
 )
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import TIMES
+from attnmesh.ops.gluon_exponents import times
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
@@ -104,14 +105,8 @@ class Memory(NamedTuple):
     weight: Any  # of the sums at the end of an item
 
 
-class Barriers(NamedTuple):
-    """The barriers of tiles, weights and results."""
-
-    k_ready: Any
-    k_free: Any
-    weights_ready: Any
-    result_ready: Any
-    result_free: Any
+# The barriers of tiles, weights and results.
+Barriers = namedtuple("Barriers", "k_ready k_free weights_ready result_ready result_free")
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
@@ -276,9 +271,7 @@ def _score(
                     scale1 = gl.where(inside, scale1, 0.0)
                     scale2 = gl.where(inside, scale2, 0.0)
                     scale3 = gl.where(inside, scale3, 0.0)
-                scores = gl.inline_asm_elementwise(
-                    TIMES, "=f,f,f", [scores, unit[None, :]], dtype=gl.float32, is_pure=True, pack=1
-                )
+                scores = times(scores, unit[None, :])
                 highest = gl.max(scores, 0)
                 new_row_max = gl.where(highest > row_max + RESCALE_THRESHOLD, highest, row_max)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.

@@ -38,6 +38,7 @@ since 0 * NaN is NaN the score consumer clears them in shared memory. The copy e
 """
 
 # mypy: disable-error-code="assignment"
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -153,16 +154,8 @@ class Memory(NamedTuple):
     codes: Any  # where keys are widened
 
 
-class Barriers(NamedTuple):
-    """The barriers of quarters, tails and results."""
-
-    k_ready: Any
-    k_free: Any
-    tail_ready: Any
-    scored: Any
-    weights_ready: Any
-    result_ready: Any
-    result_free: Any
+# The barriers of quarters, tails and results.
+Barriers = namedtuple("Barriers", "k_ready k_free tail_ready scored weights_ready result_ready result_free")
 
 
 class Codes(NamedTuple):

@@ -17,6 +17,7 @@ are thus done. When the score consumer has the keys of tile i, the value consume
 """
 
 # mypy: disable-error-code="assignment"
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -82,15 +83,8 @@ class Memory(NamedTuple):
     weight: Any  # of the sums at the end of an item
 
 
-class Barriers(NamedTuple):
-    """The barriers of quarters, tails, weights and results."""
-
-    k_ready: Any
-    k_free: Any
-    tail_ready: Any
-    weights_ready: Any
-    result_ready: Any
-    result_free: Any
+# The barriers of quarters, tails, weights and results.
+Barriers = namedtuple("Barriers", "k_ready k_free tail_ready weights_ready result_ready result_free")
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:

@@ -487,7 +487,7 @@ def merge_kernel(
     invalid = row_last >= capacity
     invalid_sequence = tl.max(tl.where(invalid, row_sequence, -1), 0)
     if invalid_sequence >= 0:
-        _record_error(errors, error_base + invalid_sequence, -1 - tl.load(cur_pos + invalid_sequence).to(tl.int64))
+        record_error(errors, error_base + invalid_sequence, -1 - tl.load(cur_pos + invalid_sequence).to(tl.int64))
     if BLOCK_SIZE > 0:
         table_row = table
         if not SHARED:
@@ -497,7 +497,7 @@ def merge_kernel(
         )
         if (slot != _NO_SLOT) & (invalid_sequence < 0):  # a position beyond the cache has no slots
             entry = tl.load(table_row + slot).to(tl.int64) & 0xFFFFFFFF
-            _record_error(errors, error_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
+            record_error(errors, error_base + sequence, (tl.cast(slot + 1, tl.int64) << 32) | entry)
         # Of the sequences that share a table, the sequences that reach the slot.
         invalid = invalid | ((row_last >= 0) & (slot <= row_last // BLOCK_SIZE))
 
@@ -570,7 +570,7 @@ def _first_invalid_slot(table_row, first, end, num_blocks, BLOCK_SIZE: tl.conste
 
 
 @triton.jit
-def _record_error(errors, sequence, word):
+def record_error(errors, sequence, word):
     """Writes the word of a sequence, (slot + 1) << 32 | entry or -1 - position, then the flag, to host memory."""
     tl.store(errors + 1 + sequence, word)
     tl.store(errors, tl.full((), 1, tl.int64))

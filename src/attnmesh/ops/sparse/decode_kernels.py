@@ -15,13 +15,12 @@ finds faults. Then there are three ways to attend:
 from __future__ import annotations
 
 import enum
-import functools
 
 import torch
 from torch import Tensor
 
 from attnmesh.ops.decode.device_errors import raise_device_error
-from attnmesh.ops.launch import cdiv
+from attnmesh.ops.launch import cdiv, multiprocessors
 from attnmesh.ops.sparse import dispatch, gluon_common, gluon_decode, triton_decode
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.paged import PagedKeys, SparseDecodeCall
@@ -81,14 +80,9 @@ def run(
 
 def _span(programs: int, topk: int, keys: int, device: torch.device) -> int:
     """The number of slots of one program: all of a token's, or fewer where few programs would leave the GPU idle."""
-    wanted = max(1, _processors(device) // programs)
+    wanted = max(1, multiprocessors(device, 8) // programs)
     tiles = cdiv(topk, keys)
     return int(cdiv(tiles, min(wanted, max(1, tiles // 2)))) * keys
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def fastest_way(call: SparseDecodeCall, backend: str) -> Way:
@@ -98,7 +92,7 @@ def fastest_way(call: SparseDecodeCall, backend: str) -> Way:
     rows, heads = call.q.shape[0] * call.q.shape[1], call.q.shape[2]
     if backend != "triton" and gluon_decode.supports(call.q, call.keys.pool, call.d_v):
         return Way.GLUON
-    enough = 2 * rows * cdiv(heads, gluon_common.HEADS) >= _processors(call.q.device)
+    enough = 2 * rows * cdiv(heads, gluon_common.HEADS) >= multiprocessors(call.q.device, 8)
     return Way.AS_PREFILL if call.q.is_cuda and call.split_size is None and heads > 32 and enough else Way.IN_PLACE
 
 

@@ -4,13 +4,13 @@ An item is 64 heads of a row of queries and its slots, 64 keys at a time. The co
 two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for the groups of warps.
 """
 
-import functools
 from collections import namedtuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from attnmesh.ops.launch import multiprocessors
 
 LOG2_E = 1.4426950408889634
 HEADS = 64  # per item: the rows of one matrix instruction
@@ -32,12 +32,7 @@ _HALF_LINES = gl.constexpr(gl.DistributedLinearLayout([*_LINES[0], [0, 128]], *_
 
 def processors(q: Tensor) -> int:
     """The multiprocessors of q's GPU, each of which runs one program."""
-    return _processors(q.device) if q.is_cuda else 3  # in the emulation, so that a program has several items
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors(q.device, 3)  # in the emulation, so that a program has several items
 
 
 # Where results are written, of rows or of splits of their slots; and the sinks, which are part of them.

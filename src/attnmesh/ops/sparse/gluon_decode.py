@@ -17,6 +17,7 @@ counted over all items: stage `step % 2` is used for the `step // 2`-th time; wa
 succeeds at once.
 """
 
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -80,32 +81,14 @@ class Memory(NamedTuple):
     inv_sum: Any  # 1 / sum of weights, at the end
 
 
-class Barriers(NamedTuple):
-    """The barriers of queries, scales, halves of tiles, tails, weights and inverse sums."""
-
-    q_ready: Any
-    q_free: Any
-    scales_ready: Any
-    k_ready: Any
-    k_free: Any
-    tail_ready: Any
-    tail_free: Any
-    rescale_ready: Any
-    weights_ready: Any
-    inv_sum_ready: Any
-    inv_sum_free: Any
-
-
-class Work(NamedTuple):
-    """The slots of all tokens, and how they are divided into items."""
-
-    slots: Any
-    lengths: Any
-    topk: Any
-    span: Any
-    splits: Any
-    heads: Any
-    items: Any
+# Of queries, scales, halves of tiles, tails, weights and inverse sums.
+Barriers = namedtuple(
+    "Barriers",
+    "q_ready q_free scales_ready k_ready k_free tail_ready tail_free rescale_ready weights_ready "
+    "inv_sum_ready inv_sum_free",
+)
+# The slots of all tokens, and how they are divided into items.
+Work = namedtuple("Work", "slots lengths topk span splits heads items")
 
 
 class Item(NamedTuple):

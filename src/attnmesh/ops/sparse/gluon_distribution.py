@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
+from attnmesh.ops.launch import Launch, Recent, is_hopper, multiprocessors, repeat
 from attnmesh.ops.sparse.arguments import SparseCall
 
 # Tuning.
@@ -130,8 +130,8 @@ def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
         return out
     main, tail = WIDTHS[d]
     of_consumer, of_producer, cap = REGISTERS[consumers]
-    repeat(
-        _launches, _distribution_kernel, (processors(q.device),),
+    repeat(  # one program per multiprocessor, whose shared memory it fills
+        _launches, _distribution_kernel, (multiprocessors(q.device, 132),),
         (
             q, q.stride(0) // 8, q.stride(1) // 8, k, k.stride(0) // 8, indices, indices.stride(0),
             *(x.contiguous() for x in bounds[:3]), lse, lse.stride(0), lse.stride(1), out,
@@ -141,11 +141,6 @@ def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
         CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
     )  # fmt: skip
     return out
-
-
-def processors(device: torch.device) -> int:
-    """The number of programs: one per multiprocessor, whose shared memory it fills."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ makes all of them fp16 numbers, if there is one: then products and sums are the 
 
 # mypy: disable-error-code="assignment"
 import functools
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from attnmesh.ops.sparse.gluon_paged_select import (
     PART_WARPS,
     PARTS,
     WARPS,
+    bound,
     gather_kernel,
     select_kernel,
     selection,
@@ -130,35 +132,10 @@ def pool_descriptor(values: Tensor) -> Any:
     return descriptor(values[:, :, 0], [1, KEYS, WIDTH])
 
 
-class Keys(NamedTuple):
-    """The keys [lowest, end) of a sequence, of which a program has a tile in every `step` keys."""
-
-    pool: Any
-    scales: Any
-    scale_strides: Any
-    table_row: Any
-    table_stride: Any
-    num_blocks: Any
-    lowest: Any
-    end: Any
-    begin: Any  # of the first tile
-    step: Any
-
-
-class Rows(NamedTuple):
-    """Where the scores of some rows go, and which keys each of them may select."""
-
-    out: Any
-    blocks: Any  # the maxima of blocks: where they begin
-    lows: Any
-    highs: Any
-    scale: Any
-
-
-@gluon.jit
-def _bound(at):
-    """Bounds of rows' keys as int32, at least 0."""
-    return gl.minimum(gl.maximum(gl.load(at), 0), 0x7FFFFFFF).to(gl.int32)
+# The keys [lowest, end) of a sequence, of which a program has a tile in every `step` keys, the first at `begin`.
+Keys = namedtuple("Keys", "pool scales scale_strides table_row table_stride num_blocks lowest end begin step")
+# Where the scores of some rows go, where the maxima of their blocks begin, and which keys each row may select.
+Rows = namedtuple("Rows", "out blocks lows highs scale")
 
 
 @gluon.jit
@@ -220,7 +197,7 @@ def score_kernel(
     group, item = gl.program_id(0) // items, gl.program_id(0) % items
     row = (first_group + group) * ROWS
     rows = gl.arange(0, ROWS, layout=of_row)
-    lows, highs = _bound(lo + row + rows), gl.minimum(_bound(hi + row + rows), s_kv)
+    lows, highs = bound(lo + row + rows), gl.minimum(bound(hi + row + rows), s_kv)
     if not SHAPE.many:  # while bounds and blocks are waited for, whatever they are
         found = _load_queries(iq, iq_strides, row, heads, SHAPE)
         weights = _load_weights(w, w_strides, row, heads, SHAPE)

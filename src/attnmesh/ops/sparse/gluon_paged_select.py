@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT
-from attnmesh.ops.decode.gluon_common import group_barrier
+from attnmesh.ops.decode.gluon_common import add, group_barrier
 from attnmesh.ops.sparse.gluon_select import fill_rest, select_row
 from attnmesh.ops.sparse.gluon_topk import KEYS
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS
@@ -56,11 +56,6 @@ def selection(rows: int, block: int, wide: int, parts: int = 0, warps: int = WAR
     tile = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
     pairs = gl.BlockedLayout([1, 1], [1, 32], [warps, 1], [1, 0])
     return Selection(rows, block, wide, parts, warps, tile, pairs)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -118,11 +113,11 @@ def _numbers(taken, memory, CHUNKS: gl.constexpr, SHAPE: gl.constexpr):
     """How many elements of a tile are taken before each of them, and in all. A warp counts in bytes, of each chunk."""
     quads: gl.constexpr = gl.SliceLayout(3, SHAPE.tile)
     of_warps: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, quads))
-    in_quad = gl.associative_scan(taken, 3, _add) - taken
+    in_quad = gl.associative_scan(taken, 3, add) - taken
     of_quad = gl.sum(taken, 3)
     chunk = gl.arange(0, CHUNKS, layout=gl.SliceLayout(0, gl.SliceLayout(2, quads)))[None, :, None]
     packed = gl.convert_layout(gl.sum(of_quad << 8 * chunk, 1), SHAPE.pairs)
-    through = gl.convert_layout(gl.associative_scan(packed, 1, _add), gl.SliceLayout(1, quads))
+    through = gl.convert_layout(gl.associative_scan(packed, 1, add), gl.SliceLayout(1, quads))
     before = (through[:, None, :] >> 8 * chunk & 0xFF) - of_quad
     packed = gl.convert_layout(gl.sum(packed, 1), of_warps)
     of_warp = packed & 0xFF
@@ -362,8 +357,8 @@ def _select(
 
 
 @gluon.jit
-def _bound(at):
-    """A bound of a row's keys as int32, at least 0."""
+def bound(at):
+    """Bounds of rows' keys as int32, at least 0."""
     return gl.minimum(gl.maximum(gl.load(at), 0), 0x7FFFFFFF).to(gl.int32)
 
 
@@ -382,8 +377,8 @@ def gather_kernel(
     gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
     memory = gl.allocate_shared_memory(gl.int32, [2, SHAPE.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     index, part = gl.program_id(0) // SHAPE.parts, gl.program_id(0) % SHAPE.parts
-    begin = gl.minimum(_bound(lo + first_row + index), s_kv)
-    end = gl.maximum(gl.minimum(_bound(hi + first_row + index), s_kv), begin)
+    begin = gl.minimum(bound(lo + first_row + index), s_kv)
+    end = gl.maximum(gl.minimum(bound(hi + first_row + index), s_kv), begin)
     first, stop = _tiles(begin, end)
     size = stop - first
     share = (size + (_KEYS * SHAPE.parts - 1)) // (_KEYS * SHAPE.parts) * _KEYS
@@ -416,7 +411,7 @@ def select_kernel(
     """Selects from one row; nothing if one of its blocks is not in the pool or its keys do not fit in the table."""
     memory = gl.allocate_shared_memory(gl.int32, [2, SHAPE.warps], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     row = first_row + gl.program_id(0)
-    begin, limit = _bound(lo + row), _bound(hi + row)
+    begin, limit = bound(lo + row), bound(hi + row)
     beyond = limit > s_kv
     if beyond & (begin < limit):
         gl.store(errors + 1 + row // tokens, (limit - 1).to(gl.int64) | _INDEX_FAULT)

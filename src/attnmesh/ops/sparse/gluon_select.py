@@ -10,7 +10,7 @@ equal scores the first are selected, keys are written in ascending order, and a 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.decode.gluon_common import group_barrier
+from attnmesh.ops.decode.gluon_common import add, group_barrier
 
 WARPS = 2
 PART = 1024  # values at a time
@@ -25,11 +25,6 @@ _MOST = gl.constexpr(0x7F800000)  # the order of inf
 def _ordered(bits):
     """The bits of a float32 (neither NaN nor -0.0) as an int32 of the same order, and the reverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -114,7 +109,7 @@ def _gather(row, begin, end, threshold, candidates, candidate_keys, BLOCK: gl.co
     for at in range(begin, end, _PART):
         after = _load(row, at + _PART, end, FLAT)  # prefetch
         taken = (value > threshold).to(gl.int32)
-        through = gl.associative_scan(taken, 0, _add)
+        through = gl.associative_scan(taken, 0, add)
         target = count + through - taken
         write = (taken > 0) & (target < BLOCK)
         gl.store(candidates + target, _ordered(value), mask=write)
@@ -167,7 +162,7 @@ def select_row(
             keys = gl.load(candidates + BLOCK + j, mask=j < (length + 3) // 4 * 4, other=0, cache_modifier=".cg")
         is_above, is_tie = value > threshold, value == threshold
         both = is_above.to(gl.int32) + (is_tie.to(gl.int32) << 16)  # two counts in one
-        before = gl.associative_scan(both, 0, _add) - both
+        before = gl.associative_scan(both, 0, add) - both
         tied_here = tied + (before >> 16)
         target = above + (before & 0xFFFF) + gl.minimum(tied_here, ties)
         taken = is_above | (is_tie & (tied_here < ties))

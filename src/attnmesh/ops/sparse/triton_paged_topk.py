@@ -14,7 +14,6 @@ the time. It is launched early, while the first ends. For few tokens in Gluon, a
 fp8 keys are multiplied as they are, and the sum over heads by their scale.
 """
 
-import functools
 from types import ModuleType
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
-from attnmesh.ops.launch import Launch, Recent, repeat, starts_early
+from attnmesh.ops.decode.triton_kernels import record_error
+from attnmesh.ops.launch import Launch, Recent, multiprocessors, repeat, starts_early
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.indexer_tiles import (
     MAX_COLUMNS,
@@ -80,7 +80,7 @@ def paged_topk(
     groups = batch * tokens // tiles.rows
     small = tiles.rows * head_tile(heads) <= 64 and tiles.warps == 4
     if span is None:  # of equal parts, so that all programs end at the same time
-        resident = (_PROGRAMS if small else 2) * _multiprocessors(iq.device)
+        resident = (_PROGRAMS if small else 2) * multiprocessors(iq.device, 1)
         # Longer spans in Gluon, but there must be two groups per selected key.
         most = SPAN if gluon is None else max(SPAN, min(gluon.SPAN, capacity * tiles.keys // topk))
         programs = max(1, _ceil(groups * capacity, most * resident)) * resident
@@ -97,7 +97,7 @@ def paged_topk(
     if selects is None:
         parts = 0
     elif parts is None:  # where all of them run at once
-        parts = selects.PARTS if selects.PARTS * batch * tokens <= _multiprocessors(iq.device) else 0
+        parts = selects.PARTS if selects.PARTS * batch * tokens <= multiprocessors(iq.device, 1) else 0
     if parts:
         while of_item > 16 and items * of_item >= 8 * topk:
             of_item //= 2  # every program reads all of them
@@ -187,22 +187,10 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 @triton.jit
 def _bound(at, mask):
     """Bounds of a row's keys as int32, at least 0."""
     return tl.minimum(tl.maximum(tl.load(at, mask=mask, other=0), 0), 0x7FFFFFFF).to(tl.int32)
-
-
-@triton.jit
-def _record(errors, sequence, word):
-    """Records an error in the words that the host reads."""
-    tl.store(errors + 1 + sequence, word)
-    tl.store(errors, tl.full((), 1, tl.int64))
 
 
 @triton.jit
@@ -309,7 +297,7 @@ def _score_kernel(
                 tl.store(of_rows + (summary + maxima + blocks)[:, None], of_blocks)
         found = tl.max(worst, 0)
         if found != 0:
-            _record(errors, (row // tokens).to(tl.int64), found)
+            record_error(errors, (row // tokens).to(tl.int64), found)
     tl.store(faults + tl.program_id(0), (found != 0).to(tl.int32))
     if PARTS > 0:
         of_groups = of_rows + (summary + item * PARTS * KEYS + tl.arange(0, KEYS))[:, None]
@@ -329,7 +317,7 @@ def _select_kernel(
     begin, limit = _bound(lo + row, True), _bound(hi + row, True)
     beyond = limit > s_kv
     if beyond & (begin < limit):
-        _record(errors, row // tokens, (limit - 1).to(tl.int64) | _INDEX_FAULT)
+        record_error(errors, row // tokens, (limit - 1).to(tl.int64) | _INDEX_FAULT)
     begin = tl.minimum(begin, s_kv)  # so that numbers of keys from there on fit in 32 bits
     if EARLY:
         gdc_wait()

@@ -13,13 +13,11 @@ no deadlock with any number of resident programs. While some programs select, th
 The selection from a row (`triton_select`) is by one program, which reads the row twice.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 
-from attnmesh.ops.launch import Launch, Recent, repeat
+from attnmesh.ops.launch import Launch, Recent, multiprocessors, repeat
 from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
 from attnmesh.ops.sparse.indexer_tiles import (
     LONG_ROW,
@@ -64,8 +62,8 @@ def topk(
     row_len = -(-max(s_kv, 1) // tiles.keys) * tiles.keys
     groups, items = -(-s_q // tiles.rows), -(-s_kv // span)
     ring = max(2, min(workspace // (4 * tiles.rows * row_elements(row_len, block)), groups))
-    if programs is None:
-        programs = min(_resident(iq.device), groups * (items + tiles.rows))
+    if programs is None:  # as many as run at a time
+        programs = min(2 * multiprocessors(iq.device, 1), groups * (items + tiles.rows))
     # Select with a lag, so that the scores are ready: those drawn just before are still being computed.
     lag = min(ring - 1, -(-programs // (items + tiles.rows)) + 1)
     buffer = torch.empty(ring * tiles.rows, row_elements(row_len, block), dtype=torch.float32, device=iq.device)
@@ -83,12 +81,6 @@ def topk(
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return TopKIndices(*found)
-
-
-@functools.cache
-def _resident(device: torch.device) -> int:
-    """The number of programs that run at a time."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @triton.jit
