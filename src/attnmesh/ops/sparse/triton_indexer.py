@@ -5,6 +5,8 @@ columns, so the sum over heads stays within four neighboring threads, and a key 
 score. Every kernel sums in the same order: the score of a pair has the same bits wherever it is computed.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -17,22 +19,37 @@ from attnmesh.ops.sparse.indexer_tiles import SCORES, IndexerTiles, head_tile, p
 _launches: Recent[Launch] = Recent()
 
 
-@triton.jit
-def load_queries(
-    iq, iq_strides, w, w_strides, row, s_q, first_head, heads, first_dim,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Heads [first_head, first_head + HEADS) of some rows as one tile, and their weights; 0 past the last row or head.
+class Shape(NamedTuple):
+    """The constants of a kernel."""
 
-    The tile has the DIMS columns of the head dim from `first_dim` on.
+    keys: int
+    rows: int
+    heads: int  # of one product
+    one_tile: bool  # whether one product has all heads
+    relu: bool
+    d: int
+    block_d: int
+
+
+def shape_of(iq: Tensor, keys: int, rows: int, heads: int, relu: bool) -> Shape:
+    """The constants of kernels over queries [.., heads, head dim], with products of so many keys, rows and heads."""
+    return Shape(keys, rows, heads, iq.shape[-2] <= heads, relu, iq.shape[-1], padded(iq.shape[-1]))
+
+
+@triton.jit
+def load_queries(source, row, s_q, first_head, heads, first_dim, DIMS: tl.constexpr, SHAPE: tl.constexpr):
+    """Heads from `first_head` on of some rows as one tile, and their weights; 0 past the last row or head.
+
+    The tile has the DIMS columns of the head dim from `first_dim` on. `source` is iq and w, with their strides.
     """
-    column = tl.arange(0, ROWS * HEADS)
-    rows = row + column // HEADS
-    head = first_head + column % HEADS
+    iq, iq_strides, w, w_strides = source
+    column = tl.arange(0, SHAPE.rows * SHAPE.heads)
+    rows = row + column // SHAPE.heads
+    head = first_head + column % SHAPE.heads
     dims = first_dim + tl.arange(0, DIMS)
     real = (rows < s_q) & (head < heads)
     at = rows.to(tl.int64) * iq_strides[0] + head.to(tl.int64) * iq_strides[1]
-    queries = tl.load(iq + at[:, None] + dims[None, :], mask=real[:, None] & (dims < D)[None, :], other=0.0)
+    queries = tl.load(iq + at[:, None] + dims[None, :], mask=real[:, None] & (dims < SHAPE.d)[None, :], other=0.0)
     weights = tl.load(w + rows.to(tl.int64) * w_strides[0] + head * w_strides[1], mask=real, other=0.0)
     return queries, weights.to(tl.float32)
 
@@ -44,11 +61,22 @@ def dot_products(keys, queries):
 
 
 @triton.jit
-def head_sum(dots, weights, RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr):
-    """The weighted sum over the heads of each row: [KEYS, ROWS]."""
-    if RELU:
+def _head_sum(dots, weights, SHAPE: tl.constexpr):
+    """The weighted sum over the heads of each row: [keys, rows]."""
+    if SHAPE.relu:
         dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    return tl.sum(tl.reshape(dots * weights[None, :], (KEYS, ROWS, HEADS)), 2)
+    return tl.sum(tl.reshape(dots * weights[None, :], (SHAPE.keys, SHAPE.rows, SHAPE.heads)), 2)
+
+
+@triton.jit
+def sum_over_heads(tile, queries, weights, source, row, s_q, heads, SHAPE: tl.constexpr):
+    """The weighted sums over all heads [keys, rows] of a tile of keys; `queries` and `weights` are of the first."""
+    total = _head_sum(dot_products(tile, queries), weights, SHAPE)
+    if not SHAPE.one_tile:
+        for head in range(SHAPE.heads, heads, SHAPE.heads):
+            more, more_weights = load_queries(source, row, s_q, head, heads, 0, SHAPE.block_d, SHAPE)
+            total += _head_sum(dot_products(tile, more), more_weights, SHAPE)
+    return total
 
 
 @triton.jit
@@ -65,7 +93,7 @@ def scores_at(call: IndexerCall, *, tiles: IndexerTiles | None = None) -> Tensor
     """`dispatch.scores_at`, in float32. Only keys of valid slots are read."""
     iq, ik, w, indices, (lo, hi, slots, k_offset), scale, relu, *_ = call
     assert indices is not None
-    (s_q, heads, width), topk = iq.shape, indices.shape[1]
+    (s_q, heads, _), topk = iq.shape, indices.shape[1]
     scores = torch.empty(s_q, topk, dtype=torch.float32, device=iq.device)
     if scores.numel() == 0:
         return scores
@@ -79,8 +107,7 @@ def scores_at(call: IndexerCall, *, tiles: IndexerTiles | None = None) -> Tensor
             iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), indices, indices.stride(0), lo, hi, slots, scores,
             topk, span, heads, k_offset, scale,
         ),
-        RELU=relu, KEYS=tiles.keys, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
-        D=width, BLOCK_D=padded(width), num_warps=tiles.warps, num_stages=tiles.stages,
+        SHAPE=shape_of(iq, tiles.keys, 1, head_tile(heads), relu), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return scores
 
@@ -106,9 +133,7 @@ def gather_keys(ik, ik_stride, keys, valid, first_dim, D: tl.constexpr, DIMS: tl
 @triton.jit(do_not_specialize=["topk", "span", "heads", "k_offset", "indices_stride"])
 def _scores_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, indices, indices_stride, lo, hi, slots, scores,
-    topk, span, heads, k_offset, scale,
-    RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    topk, span, heads, k_offset, scale, SHAPE: tl.constexpr,
 ):  # fmt: skip
     splits = tl.cdiv(topk, span)
     row = tl.program_id(0) // splits
@@ -120,22 +145,17 @@ def _scores_kernel(
     row_scores = scores + row.to(tl.int64) * topk
     if row_hi <= row_lo:
         limit = begin
-    queries, weights = load_queries(iq, iq_strides, w, w_strides, row, row + 1, 0, heads, 0, 1, HEADS, D, BLOCK_D)
-    for first in range(begin, limit, KEYS):
-        j = first + tl.arange(0, KEYS)
+    source = iq, iq_strides, w, w_strides
+    queries, weights = load_queries(source, row, row + 1, 0, heads, 0, SHAPE.block_d, SHAPE)
+    for first in range(begin, limit, SHAPE.keys):
+        j = first + tl.arange(0, SHAPE.keys)
         valid, keys = valid_keys(row_indices, j, limit, row_lo, row_hi, k_offset)
-        tile = gather_keys(ik, ik_stride, keys, valid, 0, D, BLOCK_D)
-        total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, 1, HEADS)
-        if not ONE_TILE:
-            for head in range(HEADS, heads, HEADS):
-                more, more_weights = load_queries(
-                    iq, iq_strides, w, w_strides, row, row + 1, head, heads, 0, 1, HEADS, D, BLOCK_D
-                )
-                total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, 1, HEADS)
-        score = tl.where(valid, tl.reshape(final_score(total, scale), (KEYS,)), float("-inf"))
+        tile = gather_keys(ik, ik_stride, keys, valid, 0, SHAPE.d, SHAPE.block_d)
+        total = sum_over_heads(tile, queries, weights, source, row, row + 1, heads, SHAPE)
+        score = tl.where(valid, tl.reshape(final_score(total, scale), (SHAPE.keys,)), float("-inf"))
         tl.store(row_scores + j, score, mask=j < end)
     # No slot is valid from here on. (The loop above wrote its last tile completely.)
-    done = begin + tl.cdiv(tl.maximum(limit - begin, 0), KEYS) * KEYS
-    for first in range(done, end, KEYS):
-        j = first + tl.arange(0, KEYS)
-        tl.store(row_scores + j, tl.full((KEYS,), float("-inf"), tl.float32), mask=j < end)
+    done = begin + tl.cdiv(tl.maximum(limit - begin, 0), SHAPE.keys) * SHAPE.keys
+    for first in range(done, end, SHAPE.keys):
+        j = first + tl.arange(0, SHAPE.keys)
+        tl.store(row_scores + j, tl.full((SHAPE.keys,), float("-inf"), tl.float32), mask=j < end)

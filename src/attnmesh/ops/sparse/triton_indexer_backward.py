@@ -30,7 +30,7 @@ from attnmesh.ops.sparse.indexer_tiles import (
     pick_grad_tiles,
 )
 from attnmesh.ops.sparse.triton_backward import add_by_key, sort_slots_by_key
-from attnmesh.ops.sparse.triton_indexer import dot_products, gather_keys, load_queries, valid_keys
+from attnmesh.ops.sparse.triton_indexer import dot_products, gather_keys, load_queries, shape_of, valid_keys
 
 _WORKSPACE = 256 << 20  # bytes of the gradients per slot, if deterministic
 _launches: Recent[Launch] = Recent()
@@ -94,7 +94,7 @@ def _launch_grads(
                     indices, 0 if indices is None else indices.stride(0), lo, hi, None if indices is None else slots,
                     grad, grad.stride(0), *grads, parts, rows.start, topk, head, heads, k_offset, scale,
                 ),
-                RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
+                SHAPE=shape_of(iq, tiles.keys, 1, head_block, relu), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
 
@@ -111,9 +111,10 @@ def _grad_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, indices, indices_stride, lo, hi, slots,
     grad, grad_stride, d_iq, d_ik, d_w, parts,
     row_begin, topk, first_head, heads, k_offset, scale,
-    RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
+    SHAPE: tl.constexpr, COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
+    KEYS: tl.constexpr = SHAPE.keys
+    HEADS: tl.constexpr = SHAPE.heads
     row = row_begin + tl.program_id(0)
     far = row.to(tl.int64)
     row_lo, row_hi = tl.load(lo + row), tl.load(hi + row)
@@ -127,16 +128,13 @@ def _grad_kernel(
         indices += far * indices_stride
     if row_hi <= row_lo:
         limit = begin
-    queries, weights = load_queries(
-        iq, iq_strides, w, w_strides, row, row + 1, first_head, heads, 0, 1, HEADS, D, BLOCK_D
-    )  # fmt: skip
+    source = iq, iq_strides, w, w_strides
+    queries, weights = load_queries(source, row, row + 1, first_head, heads, 0, SHAPE.block_d, SHAPE)
     first_dim = tl.program_id(1) * COLUMNS
     dims = first_dim + tl.arange(0, COLUMNS)
     my_queries = queries
-    if COLUMNS < BLOCK_D:
-        my_queries, _same_weights = load_queries(
-            iq, iq_strides, w, w_strides, row, row + 1, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
-        )  # fmt: skip
+    if SHAPE.block_d > COLUMNS:
+        my_queries, _same_weights = load_queries(source, row, row + 1, first_head, heads, first_dim, COLUMNS, SHAPE)
 
     unit = 1.0 + tl.zeros((), tl.float32)
     if NARROW:  # gradients may underflow in float16: scale the largest of the row to about 1
@@ -152,15 +150,15 @@ def _grad_kernel(
     for first in range(begin, limit, KEYS):
         j = first + tl.arange(0, KEYS)
         valid, keys = valid_keys(indices, j, limit, row_lo, row_hi, k_offset)
-        tile = gather_keys(ik, ik_stride, keys, valid, 0, D, BLOCK_D)
+        tile = gather_keys(ik, ik_stride, keys, valid, 0, SHAPE.d, SHAPE.block_d)
         my_tile = tile
-        if COLUMNS < BLOCK_D:
-            my_tile = gather_keys(ik, ik_stride, keys, valid, first_dim, D, COLUMNS)
+        if SHAPE.block_d > COLUMNS:
+            my_tile = gather_keys(ik, ik_stride, keys, valid, first_dim, SHAPE.d, COLUMNS)
         upstream = tl.load(grad + j, mask=valid, other=0.0) * scale / unit
         dots = dot_products(tile, queries)
         # where, not a product with 0: a row without a visible key may hold NaN.
         has_grad = valid[:, None]
-        if RELU:
+        if SHAPE.relu:
             has_grad = has_grad & (dots > 0.0)
         d_dots = tl.where(has_grad, upstream[:, None] * weights[None, :], 0.0)
         d_weight = tl.where(has_grad, dots * upstream[:, None], 0.0)
@@ -168,13 +166,14 @@ def _grad_kernel(
         d_weights += tl.sum(tl.reshape(d_weight, (KEYS // 16, 2, 8, HEADS)), 1)
         d_dots = d_dots.to(tile.dtype)
         d_queries = tl.dot(tl.trans(d_dots), my_tile, d_queries, input_precision="ieee")
-        inside = valid[:, None] & (dims < D)[None, :]
+        inside = valid[:, None] & (dims < SHAPE.d)[None, :]
         if d_ik is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
-            tl.atomic_add(d_ik + keys.to(tl.int64)[:, None] * D + dims[None, :], d_keys, mask=inside, sem="relaxed")
+            at = d_ik + keys.to(tl.int64)[:, None] * SHAPE.d + dims[None, :]
+            tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
         if parts is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
-            at = parts + (tl.program_id(0).to(tl.int64) * topk + j)[:, None] * D + dims[None, :]
+            at = parts + (tl.program_id(0).to(tl.int64) * topk + j)[:, None] * SHAPE.d + dims[None, :]
             if MORE:  # added to the sum of earlier heads; no other program adds, so the order is fixed
                 tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
             else:
@@ -184,8 +183,8 @@ def _grad_kernel(
     at = far * heads + head
     if first_dim == 0:
         tl.store(d_w + at, tl.sum(tl.reshape(d_weights, (KEYS // 2, HEADS)), 0) * unit, mask=head < heads)
-    inside = (head < heads)[:, None] & (dims < D)[None, :]
-    tl.store(d_iq + at[:, None] * D + dims[None, :], (d_queries * unit).to(d_iq.dtype.element_ty), mask=inside)
+    inside = (head < heads)[:, None] & (dims < SHAPE.d)[None, :]
+    tl.store(d_iq + at[:, None] * SHAPE.d + dims[None, :], (d_queries * unit).to(d_iq.dtype.element_ty), mask=inside)
 
 
 def dense_scores_backward(
@@ -223,7 +222,7 @@ def dense_scores_backward(
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
                     begins, ends, parts, s_q, n, head, heads, scale, splits,
                 ),
-                RELU=relu, KEYS=tiles.keys, HEADS=head_block, D=width, BLOCK_D=padded(width), COLUMNS=columns,
+                SHAPE=shape_of(iq, tiles.keys, 1, head_block, relu), COLUMNS=columns,
                 NARROW=iq.dtype == torch.float16, MORE=head > 0, num_warps=tiles.warps, num_stages=tiles.stages,
             )  # fmt: skip
     if splits > 1:
@@ -244,19 +243,19 @@ def _row_ranges(lo: Tensor, hi: Tensor, blocks: int, block: int) -> tuple[Tensor
 def _grad_keys_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, grad, grad_stride,
     begins, ends, parts, s_q, n, first_head, heads, scale, splits,
-    RELU: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
+    SHAPE: tl.constexpr, COLUMNS: tl.constexpr, NARROW: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """d_ik of KEYS keys, summed over one split of the rows.
+    """d_ik of a tile of keys, summed over one split of the rows.
 
     Keys are the rows of both products: NaN in a key that is visible to no query affects only that key.
     """
+    KEYS: tl.constexpr = SHAPE.keys
     block, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     keys = block * KEYS + tl.arange(0, KEYS)
-    all_dims = tl.arange(0, BLOCK_D)
+    all_dims = tl.arange(0, SHAPE.block_d)
     tile = tl.load(
         ik + keys.to(tl.int64)[:, None] * ik_stride + all_dims[None, :],
-        mask=(keys < n)[:, None] & (all_dims < D)[None, :], other=0.0,
+        mask=(keys < n)[:, None] & (all_dims < SHAPE.d)[None, :], other=0.0,
     )  # fmt: skip
     first_dim = tl.program_id(1) * COLUMNS
     each = tl.cdiv(s_q, splits)
@@ -274,23 +273,20 @@ def _grad_keys_kernel(
     for row in range(begin, end):
         # A row without a visible key may hold NaN: zeros are read instead.
         rows = tl.where(tl.load(lo + row) < tl.load(hi + row), s_q, 0)
-        queries, weights = load_queries(
-            iq, iq_strides, w, w_strides, row, rows, first_head, heads, 0, 1, HEADS, D, BLOCK_D
-        )  # fmt: skip
+        source = iq, iq_strides, w, w_strides
+        queries, weights = load_queries(source, row, rows, first_head, heads, 0, SHAPE.block_d, SHAPE)
         my_queries = queries
-        if COLUMNS < BLOCK_D:
-            my_queries, _same_weights = load_queries(
-                iq, iq_strides, w, w_strides, row, rows, first_head, heads, first_dim, 1, HEADS, D, COLUMNS
-            )  # fmt: skip
+        if SHAPE.block_d > COLUMNS:
+            my_queries, _same_weights = load_queries(source, row, rows, first_head, heads, first_dim, COLUMNS, SHAPE)
         upstream = _upstream(grad, grad_stride, row, keys, lo, hi, scale) / unit
         d_dots = upstream[:, None] * weights[None, :]
-        if RELU:
+        if SHAPE.relu:
             d_dots = tl.where(dot_products(tile, queries) > 0.0, d_dots, 0.0)
         d_keys = tl.dot(d_dots.to(tile.dtype), my_queries, d_keys, input_precision="ieee")
 
     dims = first_dim + tl.arange(0, COLUMNS)
-    at = parts + (split.to(tl.int64) * n + keys)[:, None] * D + dims[None, :]
-    inside = (keys < n)[:, None] & (dims < D)[None, :]
+    at = parts + (split.to(tl.int64) * n + keys)[:, None] * SHAPE.d + dims[None, :]
+    inside = (keys < n)[:, None] & (dims < SHAPE.d)[None, :]
     d_keys *= unit
     if MORE:
         d_keys += tl.load(at, mask=inside, other=0.0)

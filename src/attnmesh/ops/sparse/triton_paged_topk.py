@@ -34,11 +34,10 @@ from attnmesh.ops.sparse.indexer_tiles import (
     IndexerTiles,
     candidate_block,
     head_tile,
-    padded,
     row_elements,
 )
 from attnmesh.ops.sparse.paged import IndexerStep
-from attnmesh.ops.sparse.triton_indexer import dot_products, final_score, head_sum, load_queries
+from attnmesh.ops.sparse.triton_indexer import final_score, load_queries, shape_of, sum_over_heads
 from attnmesh.ops.sparse.triton_select import select_row
 from attnmesh.ops.storage import Quantized, values_of
 
@@ -65,7 +64,7 @@ def paged_topk(
     """
     iq, keys, w, topk, lo, hi, scale, relu, _ = step
     raise_device_error(iq.device)
-    batch, tokens, heads, width = iq.shape
+    batch, tokens, heads, _ = iq.shape
     table, pool = keys.table, values_of(keys.pool)
     assert table is not None
     found = empty_topk(batch, tokens, topk=topk, device=iq.device)
@@ -144,8 +143,7 @@ def paged_topk(
                         w, w.stride(), lo, hi, buffer, row_len, row_size, maxima,
                         batch * tokens, capacity, heads, scale, first, items,
                     ),
-                    RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads),
-                    ONE_TILE=heads <= head_tile(heads), D=width, BLOCK_D=padded(width), BLOCK=block,
+                    SHAPE=shape_of(iq, tiles.keys, tiles.rows, head_tile(heads), relu), BLOCK=block,
                     BLOCK_SIZE=keys.block_size, PARTS=of_item // tiles.keys if wide else 0, EARLY=early,
                     num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
                 )  # fmt: skip
@@ -196,7 +194,7 @@ def _bound(at, mask):
 @triton.jit
 def _load_tile(
     ik, ik_strides, table_row, table_stride, num_blocks, keys, read,
-    FP8: tl.constexpr, DTYPE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FP8: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one sequence, which of them are in the pool, and words for those that are not."""
     entry = keys // BLOCK_SIZE
@@ -205,9 +203,9 @@ def _load_tile(
     word = ((entry + 1).to(tl.int64) << 32) | (block.to(tl.int64) & 0xFFFFFFFF)
     word = tl.where(read & ~there, word, 0)
     block, offset = block.to(tl.int64), (keys % BLOCK_SIZE).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, SHAPE.block_d)
     at = ik + (block * ik_strides[0] + offset * ik_strides[1])[:, None] + dims[None, :]
-    mask = there[:, None] & (dims < D)[None, :]
+    mask = there[:, None] & (dims < SHAPE.d)[None, :]
     if FP8:
         tile = tl.load(at, mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float16).to(DTYPE)
     else:
@@ -228,13 +226,13 @@ def _load_scales(key_scales, scale_strides, table_row, table_stride, num_blocks,
 def _score_kernel(
     iq, iq_strides, ik, ik_strides, key_scales, scale_strides, table, table_strides, errors, faults, tokens, num_blocks,
     w, w_strides, lo, hi, buffer, row_len, row_size, maxima, s_q, s_kv, heads, scale, first_group, items,
-    RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    SHAPE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The scores of ROWS rows for those keys of every `items`-th tile that any of them may select, and their maxima."""
     if EARLY:
         gdc_launch_dependents()  # the selection may be launched: it waits for the end of this kernel itself
+    KEYS: tl.constexpr = SHAPE.keys
+    ROWS: tl.constexpr = SHAPE.rows
     group, item = tl.program_id(0) // items, tl.program_id(0) % items
     row = (first_group + group) * ROWS
     rows = tl.arange(0, ROWS)
@@ -253,9 +251,8 @@ def _score_kernel(
     if begin < end:
         table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
         worst = tl.zeros((KEYS,), tl.int64)
-        queries, weights = load_queries(
-            iq, iq_strides, w, w_strides, row, s_q, 0, heads, 0, ROWS, HEADS, D, BLOCK_D
-        )  # fmt: skip
+        source = iq, iq_strides, w, w_strides
+        queries, weights = load_queries(source, row, s_q, 0, heads, 0, SHAPE.block_d, SHAPE)
         if key_scales is not None:
             keys = begin + tl.arange(0, KEYS)
             factor = _load_scales(
@@ -266,16 +263,10 @@ def _score_kernel(
             keys = first + tl.arange(0, KEYS)
             tile, there, word = _load_tile(
                 ik, ik_strides, table_row, table_strides[1], num_blocks, keys, (keys >= lowest) & (keys < end),
-                key_scales is not None, iq.dtype.element_ty, D, BLOCK_D, BLOCK_SIZE,
+                key_scales is not None, iq.dtype.element_ty, SHAPE, BLOCK_SIZE,
             )  # fmt: skip
             worst = tl.maximum(worst, word)
-            total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, ROWS, HEADS)
-            if not ONE_TILE:
-                for head in range(HEADS, heads, HEADS):
-                    more, more_weights = load_queries(
-                        iq, iq_strides, w, w_strides, row, s_q, head, heads, 0, ROWS, HEADS, D, BLOCK_D
-                    )
-                    total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
+            total = sum_over_heads(tile, queries, weights, source, row, s_q, heads, SHAPE)
             if key_scales is not None:
                 # Those of the next tile are loaded now: the compiler prefetches only what is multiplied.
                 following = _load_scales(

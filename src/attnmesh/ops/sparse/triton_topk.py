@@ -25,11 +25,10 @@ from attnmesh.ops.sparse.indexer_tiles import (
     IndexerTiles,
     candidate_block,
     head_tile,
-    padded,
     pick_topk_tiles,
     row_elements,
 )
-from attnmesh.ops.sparse.triton_indexer import dot_products, final_score, head_sum, load_queries
+from attnmesh.ops.sparse.triton_indexer import final_score, load_queries, shape_of, sum_over_heads
 from attnmesh.ops.sparse.triton_select import select_row
 
 _MEMORY_FRACTION = 0.09  # size of the workspace, relative to inputs and outputs
@@ -48,7 +47,7 @@ def topk(
     bits for all tiles, spans, workspaces and numbers of programs.
     """
     iq, ik, w, _, (lo, hi, *_), scale, relu, *_ = call
-    (s_q, heads, width), s_kv = iq.shape, ik.shape[0]
+    (s_q, heads, _), s_kv = iq.shape, ik.shape[0]
     found = empty_topk(s_q, topk=topk, device=iq.device)
     if s_q == 0:
         return TopKIndices(*found)
@@ -76,8 +75,7 @@ def topk(
             buffer, buffer.view(torch.int32), counters,
             s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
         ),
-        RELU=relu, KEYS=tiles.keys, ROWS=tiles.rows, HEADS=head_tile(heads), ONE_TILE=heads <= head_tile(heads),
-        D=width, BLOCK_D=padded(width), BLOCK=block,
+        SHAPE=shape_of(iq, tiles.keys, tiles.rows, head_tile(heads), relu), BLOCK=block,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return TopKIndices(*found)
@@ -105,41 +103,38 @@ _NOT_SPECIALIZED = ["s_q", "s_kv", "heads", "topk", "row_len", "groups", "items"
 def _topk_kernel(
     iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, indices, scores, length,
     buffer, buffer_keys, counters,
-    s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span,
-    RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    s_q, s_kv, heads, topk, scale, row_len, groups, items, ring, lag, span, SHAPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    source = iq, iq_strides, w, w_strides
     scored, selected = counters + 1, counters + 1 + groups
     buffer_len = (row_len + 2 * BLOCK).to(tl.int64)
-    tickets = (groups + lag) * (items + ROWS)
+    tickets = (groups + lag) * (items + SHAPE.rows)
     ticket = tl.atomic_add(counters, 1, sem="relaxed")
     while ticket < tickets:
-        step = ticket // (items + ROWS)
-        item = ticket % (items + ROWS)
+        step = ticket // (items + SHAPE.rows)
+        item = ticket % (items + SHAPE.rows)
         if item < items:
             if step < groups:
                 if step >= ring:
-                    _wait_for(selected + step - ring, ROWS)
+                    _wait_for(selected + step - ring, SHAPE.rows)
                 _score(
-                    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi,
-                    buffer + step % ring * ROWS * buffer_len, buffer_len,
-                    s_q, s_kv, heads, scale, step * ROWS, item * span, span,
-                    RELU, KEYS, ROWS, HEADS, ONE_TILE, D, BLOCK_D,
+                    source, ik, ik_stride, lo, hi, buffer + step % ring * SHAPE.rows * buffer_len, buffer_len,
+                    s_q, s_kv, heads, scale, step * SHAPE.rows, item * span, span, SHAPE,
                 )  # fmt: skip
                 _signal(scored + step)
         elif step >= lag:
             group = step - lag
-            row = group * ROWS + item - items
+            row = group * SHAPE.rows + item - items
             _wait_for(scored + group, items)
             if row < s_q:
-                at = tl.multiple_of((group % ring * ROWS + item - items) * buffer_len, 16)
+                at = tl.multiple_of((group % ring * SHAPE.rows + item - items) * buffer_len, 16)
                 out = row.to(tl.int64) * topk
                 begin = tl.maximum(tl.load(lo + row), 0)
                 end = tl.maximum(tl.minimum(tl.load(hi + row), s_kv), begin)
                 # Whole tiles: they have been scored, with -inf for keys that are not visible. Written as differences,
-                # so that the compiler does not learn that they are multiples of KEYS: see `_group_maxima`.
-                first = begin - begin % KEYS
-                stop = tl.where(begin < end, end + (KEYS - 1) - (end + KEYS - 1) % KEYS, first)
+                # so that the compiler does not learn that they are multiples of a tile: see `_group_maxima`.
+                first = begin - begin % SHAPE.keys
+                stop = tl.where(begin < end, end + (SHAPE.keys - 1) - (end + SHAPE.keys - 1) % SHAPE.keys, first)
                 select_row(
                     buffer + at, buffer_keys + at, row_len, first, stop, end - begin, topk, 0,
                     indices + out, scores + out, length + row, BLOCK, 0,
@@ -150,35 +145,24 @@ def _topk_kernel(
 
 @triton.jit
 def _score(
-    iq, iq_strides, ik, ik_stride, w, w_strides, lo, hi, buffer, buffer_len, s_q, s_kv, heads, scale, row, key, span,
-    RELU: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, ONE_TILE: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
+    source, ik, ik_stride, lo, hi, buffer, buffer_len, s_q, s_kv, heads, scale, row, key, span, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Computes the scores of ROWS rows for the keys of a `span` that are visible to any of these rows."""
-    rows = tl.arange(0, ROWS)
+    """Computes the scores of some rows for the keys of a `span` that are visible to any of these rows."""
+    rows = tl.arange(0, SHAPE.rows)
     lows = tl.load(lo + row + rows, mask=row + rows < s_q, other=0)
     highs = tl.minimum(tl.load(hi + row + rows, mask=row + rows < s_q, other=0), s_kv)
     begin = tl.maximum(tl.min(tl.where(lows < highs, lows, s_kv), 0), key)
     end = tl.minimum(tl.max(tl.where(lows < highs, highs, 0), 0), key + span)
     if begin < end:
-        queries, weights = load_queries(
-            iq, iq_strides, w, w_strides, row, s_q, 0, heads, 0, ROWS, HEADS, D, BLOCK_D
-        )  # fmt: skip
-        begin = begin // KEYS * KEYS  # the position of a key in its tile is the same for every item
-        dims = tl.arange(0, BLOCK_D)
-        at = ik + (begin + tl.arange(0, KEYS)).to(tl.int64)[:, None] * ik_stride + dims[None, :]
-        for first in range(begin, end, KEYS):
-            keys = first + tl.arange(0, KEYS)
-            tile = tl.load(at, mask=(keys < end)[:, None] & (dims < D)[None, :], other=0.0)
-            at += KEYS * ik_stride
-            total = head_sum(dot_products(tile, queries), weights, RELU, KEYS, ROWS, HEADS)
-            if not ONE_TILE:
-                for head in range(HEADS, heads, HEADS):
-                    more, more_weights = load_queries(
-                        iq, iq_strides, w, w_strides, row, s_q, head, heads, 0, ROWS, HEADS, D, BLOCK_D
-                    )
-                    total += head_sum(dot_products(tile, more), more_weights, RELU, KEYS, ROWS, HEADS)
-            score = final_score(total, scale)
+        queries, weights = load_queries(source, row, s_q, 0, heads, 0, SHAPE.block_d, SHAPE)
+        begin = begin // SHAPE.keys * SHAPE.keys  # the position of a key in its tile is the same for every item
+        dims = tl.arange(0, SHAPE.block_d)
+        at = ik + (begin + tl.arange(0, SHAPE.keys)).to(tl.int64)[:, None] * ik_stride + dims[None, :]
+        for first in range(begin, end, SHAPE.keys):
+            keys = first + tl.arange(0, SHAPE.keys)
+            tile = tl.load(at, mask=(keys < end)[:, None] & (dims < SHAPE.d)[None, :], other=0.0)
+            at += SHAPE.keys * ik_stride
+            score = final_score(sum_over_heads(tile, queries, weights, source, row, s_q, heads, SHAPE), scale)
             seen = (keys[:, None] >= lows[None, :]) & (keys[:, None] < highs[None, :])
             score = tl.where(seen & (score == score), score, float("-inf"))
             tl.store(buffer + rows.to(tl.int64)[None, :] * buffer_len + keys[:, None], score)
