@@ -497,9 +497,9 @@ def test_the_emulation_finds_planted_faults(fault):
 PLANTED_IN_STATES = {
     "the state is read before it arrives": ("mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)", "pass"),
     "nobody gives the tile back": ("mbarrier.arrive(barriers.state_free.index(INDEX), count=1)", "pass"),
-    "the copy engine does not see the new state": ("fence_async_shared()\n        tma", "tma"),
+    "the copy engine does not see the new state": ("fence_async_shared()\n        for i in", "for i in"),
     "the last store is not waited for": ("if SHAPE.staged:\n        tma.store_wait(0)", "pass"),
-    "what an empty state holds counts": ("rescale((main,), weight, True)", "rescale((main,), weight)"),
+    "what an empty state holds counts": ("rescale(earlier, weight, True)", "rescale(earlier, weight)"),
 }  # fmt: skip
 
 
