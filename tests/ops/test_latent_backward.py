@@ -19,15 +19,15 @@ from helpers.triton_compile import assert_fit, compiled_for_hopper
 pytest.importorskip("triton")
 
 from attnmesh.core.visibility import Patch
-from attnmesh.ops.dense import latent_backward
+from attnmesh.ops.dense import latent_backward, triton_backward
 from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.ops.dense.latent_backward import LatentTiles
-from attnmesh.ops.dense.triton_backward import delta as row_sums
 from attnmesh.ops.dense.triton_tiles import Bounds
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 runs = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="a GPU without its copy engine")
 on_hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+gradients = partial(triton_backward.gradients, by=latent_backward.backward)
 SMALL = LatentTiles(chunk_rows=200, chunk_keys=128)  # of which a case has several, the last of fewer rows
 SCALE = 0.05
 
@@ -65,7 +65,9 @@ class Case:
         self.plain = torch.autograd.grad(plain, leaves, (self.grad_out, grad_lse.to(dtype)))
         self.lse = lse.detach().float()
         # A loss over lse = -inf may well send NaN back; such rows have no gradient all the same.
-        self.delta = row_sums(out.detach().to(dtype), self.grad_out, grad_lse.masked_fill(lse.isneginf(), torch.nan))
+        self.delta = triton_backward.delta(
+            out.detach().to(dtype), self.grad_out, grad_lse.masked_fill(lse.isneginf(), torch.nan)
+        )
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +75,7 @@ class Case:
 
     def gradients(self, **how: object) -> list[Tensor | None]:
         how = {"needs": (True, True, True), "scale": SCALE, "tiles": SMALL, **self.seen} | how
-        return latent_backward.gradients(*self.inputs, self.grad_out, self.lse, self.delta, **how)
+        return gradients(*self.inputs, self.grad_out, self.lse, self.delta, **how)
 
     def check(self, found: list[Tensor | None]) -> None:
         for name, *three in zip(("dq", "dk", "dv"), found, self.plain, self.exact, strict=True):
@@ -148,7 +150,7 @@ def test_what_is_overwritten_may_hold_anything(device):
         q, k = torch.ones(1, 16, rows, 576, device=device).half(), torch.ones(1, 1, keys, 576, device=device).half()
         terms = torch.zeros(1, 16, rows, device=device)
         options = {"needs": (True, True, True), "scale": 1.0, "causal": False, "bounds": None}
-        found = latent_backward.gradients(q, k, k[..., :512], q[..., :512], terms, terms, **options)
+        found = gradients(q, k, k[..., :512], q[..., :512], terms, terms, **options)
         assert not any(x.any() for x in found)
 
 
@@ -203,7 +205,7 @@ def launch(width: int, heads: int, dtype: str) -> None:
     """A case, in the process that compiles."""
     q, k = (torch.zeros(1, n, 10, width, dtype=getattr(torch, dtype)) for n in (heads, 1))
     terms = torch.zeros(1, heads, 10)
-    latent_backward.gradients(
+    gradients(
         q, k, k[..., :512], q[..., :512], terms, terms, needs=(True, True, True), scale=0.1, causal=True, bounds=None
     )
 
@@ -314,7 +316,7 @@ def test_the_memory_of_a_chunk_is_bounded():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         how = {"needs": (True, True, True), "scale": 0.04, "causal": False, "bounds": None}
-        found = latent_backward.gradients(*inputs[:4], terms, terms, **how)
+        found = gradients(*inputs[:4], terms, terms, **how)
         sums = sum(x.numel() * (x.element_size() + 4 * (x.shape[1] == 1)) for x in found)
         return torch.cuda.max_memory_allocated() - before - sums
 

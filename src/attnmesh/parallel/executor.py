@@ -70,7 +70,7 @@ class ExecutorConfig:
     backend: str
     groups: NodeGroups
     return_lse: bool
-    key_row: int  # bytes of K and V of a position
+    key_row: int  # bytes of K and V per position
     device: str = "cpu"  # its type
 
 

@@ -47,13 +47,13 @@ class Joined(NamedTuple):
 
 
 def joined_blocks(shards: Shards, key_row: int, ranks_per_node: int, device: str) -> Joined:
-    """How many blocks a stage of a ring joins, where K and V of a position have `key_row` bytes.
+    """How many blocks a stage of a ring joins, with `key_row` bytes of K and V per position.
 
     Only on GPUs, whose kernels begin and end with idle multiprocessors, and within a node, where the rank that is
     several offsets away is as near as the next one. The first transfer hides behind the own block, which takes about as
     long as the transfer of four small blocks over NVLink. In a backward the gradients of the last stage return when
-    nothing is left to compute, so it has one block. Three blocks in the others were slower at 16k on eight ranks: of 8
-    KV heads and 3 x 1,024 keys, 192 programs are two rounds of an H200's 132 multiprocessors. Those of two are one.
+    nothing is left to compute, so it has one block. The others have two: three blocks of 1,024 keys and 8 KV heads take
+    192 programs, two rounds of an H200's 132 multiprocessors.
     """
     world, rows = shards.world, max(map(ranges.size, shards.keys), default=0)
     if device == "cpu" or not ranks_per_node >= world <= _MAX_JOINED_RANKS or rows * key_row > _JOINED_BYTES:

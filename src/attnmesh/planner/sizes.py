@@ -25,7 +25,7 @@ class RankSizes:
 
     key_pair_flops: Floats  # of one (query, key) pair of a plan, in a matrix product over the width of keys
     value_pair_flops: Floats  # the same over the width of values
-    key_row: Ints  # bytes of K and V of a position
+    key_row: Ints  # bytes of K and V per position
     key_grad_row: Ints
     query_row: Ints  # bytes of Q of a position
     query_sum_row: Ints  # the same in the accumulation dtype

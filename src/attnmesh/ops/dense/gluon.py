@@ -52,8 +52,9 @@ class Gluon(Triton):
         return _module("gluon_latent" if call.q.shape[3] >= _LATENT else "gluon_forward").forward  # type: ignore[no-any-return]
 
     def _gradients(self, call: Call) -> Callable[..., list[Tensor | None]]:
-        module = _module("latent_backward" if call.q.shape[3] >= _LATENT else "gluon_backward")
-        gradients: Callable[..., list[Tensor | None]] = module.gradients
+        if call.q.shape[3] >= _LATENT:
+            return partial(_module("triton_backward").gradients, by=_module("latent_backward").backward)
+        gradients: Callable[..., list[Tensor | None]] = _module("gluon_backward").gradients
         return partial(gradients, deterministic=True) if torch.are_deterministic_algorithms_enabled() else gradients
 
     def _backward(self, call: Call) -> Callable[..., None]:

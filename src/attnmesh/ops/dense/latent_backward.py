@@ -10,7 +10,7 @@ of the scores from the log-sum-exp of the whole softmax, in memory, and the prod
 The memory of a chunk is bounded. The sums are float32, and have an order.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -119,17 +119,6 @@ def backward(
                 grad.copy_(total)
             else:
                 grad.add_(total)
-
-
-def gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
-    **how: Any,
-) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k and v, or None where they are not needed, in their dtype. `how` is as for `backward`."""
-    grads = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
-    grad_q, grad_k, grad_v = grads
-    backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, overwrite=True, **how)
-    return grads
 
 
 class _RowSums:

@@ -10,6 +10,7 @@ With a softcap ds is also multiplied with the derivative of its tanh. `lse` and 
 so the keys may be processed in any number of parts, in any order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -176,12 +177,16 @@ def backward(
 
 def gradients(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, *, needs: tuple[bool, bool, bool],
-    **how: Any,
+    by: Callable[..., None] | None = None, **how: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of q, k and v, or None where they are not needed, in their dtype. `how` is as for `backward`."""
+    """The gradients of q, k and v, or None where they are not needed, in their dtype.
+
+    `by` another module's `backward`, or the one here. `how` are its options.
+    """
     grads = [torch.empty_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     grad_q, grad_k, grad_v = grads
-    backward(q, k, v, grad_out, lse, delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, overwrite=True, **how)
+    by = by or backward
+    by(q, k, v, grad_out, lse, delta, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v, overwrite=True, **how)
     return grads
 
 
