@@ -126,7 +126,7 @@ def layout_and_mask(place: str, length: int) -> tuple[Layout, Mask]:
     ),
 )
 def test_a_rank_matches_the_reference_on_its_own_device(device, schedule, place):
-    world = 8 if schedule == "ring" else 4  # on a GPU, stages of four blocks and of three
+    world = 8 if schedule == "ring" else 4  # on a GPU, stages of four blocks, and of two in a backward
     ranks_per_node = 2 if "+" in schedule else None
     length, dtype = (800, torch.bfloat16) if device.type == "cuda" else (200, torch.float32)
     layout, mask = layout_and_mask(place, length)
