@@ -558,7 +558,7 @@ def planned(
     sizes = q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], *sizes, v.shape[3])
     positions = shards(mask, layout, q.shape[2], mesh[0], key_layout, k.shape[2])
-    workload = Workload(positions, shape, mesh[1] or mesh[0], lse)
+    workload = Workload(positions, shape, mesh[1] or mesh[0], lse, "cpu")
     ways = [loads(schedule, workload, backward=backward) for backward in (False, True)]
     return [[(load.intra_node, load.inter_node) for load in ranks] for ranks in zip(*ways, strict=True)]
 
