@@ -76,7 +76,7 @@ def run(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
     def start(tests: str, *args: object) -> subprocess.Popen[str]:
-        (tmp_path / "tests").mkdir()
+        (tmp_path / "tests").mkdir(exist_ok=True)
         (tmp_path / "tests" / "test_them.py").write_text(tests)
         (tmp_path / "tests" / "test_others.py").write_text("raise AssertionError('not imported: it has no such mark')")
         return subprocess.Popen(
@@ -181,6 +181,19 @@ def test_every_file_has_the_fixtures_of_conftest(run, tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0, out
     assert "3 passed" in out
+
+
+def test_ignored_files_and_folders_do_not_run(run, tmp_path):
+    test = "import pytest\n\n@pytest.mark.cuda\ndef test_it(): pass\n"
+    for name in ("more/test_more.py", "more/test_most.py", "tests/slow/test_slow.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(test)
+    process = run(test, "tests", "more", "--ignore=more/test_more.py", "--ignore", "tests/slow", "--workers", 1)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert "2 passed" in out
+    record = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert {each["id"] for each in record["results"]} == {"tests/test_them.py::test_it", "more/test_most.py::test_it"}
 
 
 def test_without_a_gpu_one_line_says_so(tmp_path):

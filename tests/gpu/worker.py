@@ -86,7 +86,7 @@ class Loop:
     def collect(self, session: pytest.Session) -> None:
         """Report what the arguments select, and what could not be imported. Files without the mark are not imported."""
         try:
-            files = files_with_mark(session.config.args, session.config.rootpath)
+            files = files_with_mark(session.config)
             tests = [asdict(describe_test(item)) for item in session.perform_collect(files)] if files else []
         except pytest.UsageError as error:
             tests = []
@@ -132,13 +132,20 @@ def describe_test(item: pytest.Item) -> Test:
     )
 
 
-def files_with_mark(args: list[str], root: Path) -> list[str]:
-    """Return the arguments with each folder replaced by its test files that name the mark `cuda`: few of all."""
+def files_with_mark(config: pytest.Config) -> list[str]:
+    """Return the arguments with each folder replaced by its test files that name the mark `cuda`: few of all.
+
+    Pytest collects a file that is named, even one that its options ignore, so those are left out here.
+    """
+
+    def ignored(path: Path) -> bool:
+        return any(config.hook.pytest_ignore_collect(collection_path=at, config=config) for at in (path, *path.parents))
+
     found = []
-    for arg in args:
-        path = root / arg
+    for arg in config.args:
+        path = config.rootpath / arg
         if path.is_dir():
-            files = sorted(path.rglob("test_*.py"))
+            files = (file for file in sorted(path.rglob("test_*.py")) if not ignored(file))
             found += [str(file) for file in files if "mark.cuda" in file.read_text(encoding="utf-8")]
         else:
             found.append(arg)
