@@ -82,7 +82,7 @@ PLANTED = {
     "scales are read before they arrive": ("mbarrier.wait(barriers.scales_ready.index(stage), turn)", "pass"),
     "queries are overwritten too soon": ("mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)", "pass"),
     "weights are not fenced": (
-        "to(weights.dtype))\n    fence_async_shared()", "to(weights.dtype))",
+        "to(memory.tail.dtype))\n    fence_async_shared()", "to(memory.tail.dtype))",
     ),
     "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
     "sums are not rescaled": ("rescale.index(stage).load(layout)", "rescale.index(stage).load(layout) * 0 + 1"),

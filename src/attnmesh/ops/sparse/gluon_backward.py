@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, Recent, is_hopper, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-from attnmesh.ops.sparse.gluon_common import D_TAIL, D_V, HEADS, KEYS
+from attnmesh.ops.sparse.gluon_common import COPIED_ROWS, D_TAIL, D_V, HEADS, KEYS, copy_columns
 
 QUERY_HEADS = 2 * HEADS  # padded heads that `grad_query` takes: half of them for each group
 IN_CACHE = 32 << 20  # bytes of dk up to which the order of the programs does not matter: half of the L2 cache
@@ -51,7 +51,6 @@ _HEADS, _KEYS, _D_V = gl.constexpr(HEADS), gl.constexpr(KEYS), gl.constexpr(D_V)
 _THREADS = gl.constexpr(128)  # of the loader
 _NO_KEY = gl.constexpr(-2147483648)
 _NOT_SPECIALIZED = ["row_begin", "rows", "heads", "k_offset", "slot_count", "row_step", "part_step"]
-_LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # eight lanes copy 128 bytes of a row
 _launches: Recent[Launch] = Recent()
 
 
@@ -154,13 +153,6 @@ def _parts(width: int, main: int) -> tuple[int, int, int]:
 # Kernels.
 
 
-@gluon.jit
-def _copy(shared, rows, there, column, COUNT: gl.constexpr):
-    """Starts copying COUNT columns of some rows, from `column`; 0 for rows that are not there."""
-    columns = column + gl.arange(0, COUNT, layout=gl.SliceLayout(0, _LOADED))
-    async_copy.async_copy_global_to_shared(shared, rows[:, None] + columns[None, :], mask=there[:, None])
-
-
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def grad_query_kernel(
     grad_scores, k, k_row, indices, indices_row, lo, hi, slots, dq, dq_row, dq_head,
@@ -202,9 +194,8 @@ def _load_keys(shared, args, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.
     """Copies tiles of ds, and of the keys of their slots; 0 where a slot is invalid."""
     ds_ring, k_main, k_extra, ready, free = shared
     grad_scores, k, k_row, row_indices, first, end, count, in_chunk, part, padded_slots, k_offset = args
-    down: gl.constexpr = gl.SliceLayout(1, _LOADED)
-    head = gl.arange(0, _HEADS, layout=down)
-    slot = gl.arange(0, _KEYS, layout=down)
+    head = gl.arange(0, _HEADS, layout=COPIED_ROWS)
+    slot = gl.arange(0, _KEYS, layout=COPIED_ROWS)
     key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
     ds_rows = grad_scores + (in_chunk.to(gl.int64) * (2 * _HEADS) + head) * padded_slots
     for tile in range((count + _KEYS - 1) // _KEYS):
@@ -216,10 +207,10 @@ def _load_keys(shared, args, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.
         mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
         for half in gl.static_range(2):
             rows = ds_rows + half * _HEADS * padded_slots
-            _copy(ds_ring.index(stage * 2 + half), rows, head >= 0, tile * _KEYS, _KEYS)
-        _copy(k_main.index(stage), k_rows, valid, part * MAIN, MAIN)
+            copy_columns(ds_ring.index(stage * 2 + half), rows, head >= 0, tile * _KEYS, _KEYS)
+        copy_columns(k_main.index(stage), k_rows, valid, part * MAIN, MAIN)
         if EXTRA > 0:
-            _copy(k_extra.index(stage), k_rows, valid, PARTS * MAIN + part * EXTRA, EXTRA)
+            copy_columns(k_extra.index(stage), k_rows, valid, PARTS * MAIN + part * EXTRA, EXTRA)
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
 
 
@@ -321,26 +312,26 @@ def _load_weights(
     q_main, q_extra, dout_main, dout_extra = held
     ds_ring, p_ring, q_ready, dout_ready, ready, free, _ = shared
     grad_scores, weights, q, q_head, dout, dout_head, heads, begin, tiles, in_chunk, part, padded_slots = args
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, _LOADED))
+    head = gl.arange(0, HEADS, layout=COPIED_ROWS)
     offset = (in_chunk.to(gl.int64) * HEADS + head) * padded_slots + begin
     extra_column = PARTS * MAIN + part * EXTRA
     for tile in range(tiles):
         stage = tile % STAGES
         if tile == 0:
             q_rows = q + head.to(gl.int64) * q_head
-            _copy(q_main, q_rows, head < heads, part * MAIN, MAIN)
+            copy_columns(q_main, q_rows, head < heads, part * MAIN, MAIN)
             if EXTRA > 0:
-                _copy(q_extra, q_rows, head < heads, extra_column, EXTRA)
+                copy_columns(q_extra, q_rows, head < heads, extra_column, EXTRA)
             async_copy.mbarrier_arrive(q_ready.index(0), increment_count=False)
         mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
-        _copy(ds_ring.index(stage), grad_scores + offset, head >= 0, tile * _KEYS, _KEYS)
-        _copy(p_ring.index(stage), weights + offset, head >= 0, tile * _KEYS, _KEYS)
+        copy_columns(ds_ring.index(stage), grad_scores + offset, head >= 0, tile * _KEYS, _KEYS)
+        copy_columns(p_ring.index(stage), weights + offset, head >= 0, tile * _KEYS, _KEYS)
         async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
         if tile == 0:  # last, because it is needed last
             dout_rows = dout + head.to(gl.int64) * dout_head
-            _copy(dout_main, dout_rows, head < heads, part * MAIN, MAIN)
+            copy_columns(dout_main, dout_rows, head < heads, part * MAIN, MAIN)
             if EXTRA > 0:
-                _copy(dout_extra, dout_rows, (head < heads) & (extra_column < _D_V), extra_column, EXTRA)
+                copy_columns(dout_extra, dout_rows, (head < heads) & (extra_column < _D_V), extra_column, EXTRA)
             async_copy.mbarrier_arrive(dout_ready.index(0), increment_count=False)
 
 

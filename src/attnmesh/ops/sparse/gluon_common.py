@@ -1,4 +1,4 @@
-"""What the Gluon kernels of sparse attention and sparse decode share: sizes, sinks and the writing of results.
+"""What the Gluon kernels of sparse attention and sparse decode share: sizes, sinks, copies and the writing of results.
 
 An item is 64 heads of a row of queries and its slots, 64 keys at a time. The columns of keys that are values, 512, are
 two halves in `gluon_forward` and four quarters in `gluon_decode`; see there for the groups of warps.
@@ -9,6 +9,7 @@ from collections import namedtuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from attnmesh.ops.launch import multiprocessors
 
@@ -20,6 +21,9 @@ _LOG2_E = gl.constexpr(LOG2_E)
 _HEADS, _QUARTER = gl.constexpr(HEADS), gl.constexpr(D_V // 4)
 RESCALE_THRESHOLD = 8.0  # weights may grow to 2**RESCALE_THRESHOLD before sums are rescaled
 
+# Of rows that are copied, and of their columns: eight lanes copy 128 bytes of a row, a whole cache line.
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPIED_ROWS = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
 # Of a quarter or half of the columns: a lane has eight in a row.
 _LINES = (
     [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
@@ -48,6 +52,13 @@ def add_sinks(sinks, head, is_head, row_max, total):
     kept = gl.exp2(row_max - shift)
     total = total * kept + gl.where(sink == shift, 1.0, gl.exp2(sink - shift))  # also if both are +inf
     return highest, total, kept
+
+
+@gluon.jit
+def copy_columns(target, rows, there, column, COUNT: gl.constexpr):
+    """Starts copying COUNT columns of some rows, from `column`; 0 for rows that are not there."""
+    columns = column + gl.arange(0, COUNT, layout=gl.SliceLayout(0, COPIED))
+    async_copy.async_copy_global_to_shared(target, rows[:, None] + columns[None, :], mask=there[:, None])
 
 
 @gluon.jit

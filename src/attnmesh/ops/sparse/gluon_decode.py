@@ -37,6 +37,8 @@ from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_widening import widen
 from attnmesh.ops.launch import Launch, Recent, cdiv, is_hopper, repeat
 from attnmesh.ops.sparse.gluon_common import (
+    COPIED,
+    COPIED_ROWS,
     D_TAIL,
     D_V,
     HEADS,
@@ -45,6 +47,7 @@ from attnmesh.ops.sparse.gluon_common import (
     RESCALE_THRESHOLD,
     Results,
     add_sinks,
+    copy_columns,
     processors,
     write_columns,
 )
@@ -323,22 +326,19 @@ def _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr)
 @gluon.jit
 def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
     """The rope part of a tile."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, grid))
+    slot = gl.convert_layout(slot, COPIED_ROWS)
     rows, valid = _rows(source.rope, source.rope_steps, slot, 8, BLOCK_SIZE)
-    column = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
     mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
-    async_copy.async_copy_global_to_shared(memory.tail.index(step % 2), rows[:, None] + column, mask=valid[:, None])
+    copy_columns(memory.tail.index(step % 2), rows, valid, 0, _TAIL)
     async_copy.mbarrier_arrive(barriers.tail_ready.index(step % 2), increment_count=False)
 
 
 @gluon.jit
 def _copy_queries(q, q_steps, memory, barriers, item, work, served):
     """After the first keys, which may arrive while the scores of the last item still read its queries."""
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])  # eight lanes copy 128 bytes of a row
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, grid))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))[None, :]
-    head = item.head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, COPIED))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, COPIED))[None, :]
+    head = item.head_begin + gl.arange(0, _HEADS, layout=COPIED_ROWS)
     real = (head < work.heads)[:, None]
     rows = q + (item.row * q_steps[0] + head.to(gl.int64) * q_steps[1])[:, None] * 8
     mbarrier.wait(barriers.q_free.index(0), (served & 1) ^ 1)
@@ -384,10 +384,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
                 scores = gl.where(near < item.count - tile * _KEYS, scores, float("-inf"))
             highest = gl.max(scores, 1)
             largest = gl.maximum(largest, highest)
-            row_max, total = _weigh(
-                scores, highest, row_max, total, stage, memory.rescale, memory.tail, barriers.rescale_ready,
-                barriers.weights_ready,
-            )  # fmt: skip
+            row_max, total = _weigh(scores, highest, row_max, total, stage, memory, barriers)
 
         if item.tiles > 0:
             served += 1
@@ -445,7 +442,7 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
 
 
 @gluon.jit
-def _weigh(scores, highest, row_max, total, stage, rescale, weights, rescale_ready, weights_ready):
+def _weigh(scores, highest, row_max, total, stage, memory, barriers):
     """Writes the weights of a tile, and the rescale factor of the sums so far; returns the new maximum and sum.
 
     `highest` are the maxima of the scores, which are in base 2. `row_max` lags behind them by up to _RESCALE_THRESHOLD.
@@ -455,14 +452,14 @@ def _weigh(scores, highest, row_max, total, stage, rescale, weights, rescale_rea
     # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     tile_rescale = gl.exp2(row_max - shift)
-    rescale.index(stage).store(tile_rescale)
+    memory.rescale.index(stage).store(tile_rescale)
     # The consumers of values rescale while weights are computed. Arriving also synchronizes the warps of this group:
     # none writes weights over the tail of the keys while another still multiplies with it.
-    mbarrier.arrive(rescale_ready.index(stage), count=1)
+    mbarrier.arrive(barriers.rescale_ready.index(stage), count=1)
     tile_weights = gl.exp2(scores - shift[:, None])
-    weights.index(stage).store(tile_weights.to(weights.dtype))
+    memory.tail.index(stage).store(tile_weights.to(memory.tail.dtype))
     fence_async_shared()
-    mbarrier.arrive(weights_ready.index(stage), count=1)
+    mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
     return new_max, total * tile_rescale + gl.sum(tile_weights, 1)
 
 

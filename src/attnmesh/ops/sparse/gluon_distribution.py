@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, Recent, is_hopper, multiprocessors, repeat
 from attnmesh.ops.sparse.arguments import SparseCall
+from attnmesh.ops.sparse.gluon_common import COPIED_ROWS, LOG2_E, copy_columns
 
 # Tuning.
 # Consumers -> registers per thread of consumer 1, of the producer (consumer 0 has the rest), and at launch.
@@ -59,7 +60,6 @@ def handover(tiles: int) -> int:
 
 HEADS = 64  # per consumer: the rows of one matrix instruction
 TILE = 64  # columns: 128 bytes, the widest swizzle
-LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _HEADS = gl.constexpr(HEADS)
 _TILE = gl.constexpr(TILE)
 _LOG2_E = gl.constexpr(LOG2_E)
@@ -70,9 +70,6 @@ _NOT_SPECIALIZED = [  # they vary, and each value would be compiled separately
     "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
     "k_offset",
 ]  # fmt: skip
-# Layout of a tile over the threads of the producer, eight per 128 bytes of a key; and of the keys alone.
-_GATHER = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-_GATHERED = gl.constexpr(gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
 # Layouts of (warp, heads..., key) while a consumer sums heads: the second axis is in registers, so that a sum over it
 # stays in the thread. Each differs from the layout after the last sum by one bit exchanged with the lane.
 _EXCHANGE_4 = gl.constexpr(
@@ -280,7 +277,7 @@ def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.conste
 def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr):
     (q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots, out,
      main, tail, sums, ready, free, summed, s_q, h, topk, k_offset) = args  # fmt: skip
-    rows = gl.arange(0, _KEYS, _GATHERED)
+    rows = gl.arange(0, _KEYS, COPIED_ROWS)
     program, programs = gl.program_id(0), gl.num_programs(0)
     blocks = gl.cdiv(topk, _KEYS)
 
@@ -288,7 +285,7 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
     block = 0
     # The last _SUMS blocks: the positions of their output, newest first, and one bit per key: was it valid?
     waiting = (-1, -1, -1, -1)
-    seen = gl.zeros([_KEYS], gl.int32, _GATHERED)
+    seen = gl.zeros([_KEYS], gl.int32, COPIED_ROWS)
     row, first, end = _unit(0, program, programs, s_q, blocks)
     row_slots, row_lo, row_hi = gl.load(slots + row), gl.load(lo + row), gl.load(hi + row)
     chosen = _load_indices(indices, indices_stride, row, first, topk, rows)
@@ -313,9 +310,9 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
                     sources = k + key.to(gl.int64) * k_stride * 8
                     present = valid
                 mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # initially all are free
-                _copy(main.index(slot), sources, present, 0, MAIN)
+                copy_columns(main.index(slot), sources, present, 0, MAIN)
                 if TAIL > 0:
-                    _copy(tail.index(slot), sources, present, MAIN, TAIL)
+                    copy_columns(tail.index(slot), sources, present, MAIN, TAIL)
                 if not is_query:
                     last = at + 1 == stop  # indices are loaded one block ahead, which may be the first of the next row
                     chosen = _load_indices(
@@ -346,13 +343,6 @@ def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constex
 
 
 @gluon.jit
-def _copy(slot, sources, present, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
-    """Starts copying columns of 64 keys or heads; 0 where not present."""
-    columns = COLUMN + gl.arange(0, WIDTH, gl.SliceLayout(0, _GATHER))
-    async_copy.async_copy_global_to_shared(slot, sources[:, None] + columns[None, :], mask=present[:, None])
-
-
-@gluon.jit
 def _load_indices(indices, stride, row, block, topk, rows):
     slot = block * _KEYS + rows
     return gl.load(indices + row.to(gl.int64) * stride + slot, mask=slot < topk, other=-1)
@@ -370,14 +360,14 @@ def _write_sums(
     blocks = gl.cdiv(topk, _KEYS)
     row = where_to // blocks
     slot = (where_to - row * blocks) * _KEYS + rows
-    total = gl.zeros([_KEYS], gl.float32, _GATHERED)
+    total = gl.zeros([_KEYS], gl.float32, COPIED_ROWS)
     for c in gl.static_range(CONSUMERS):
         part = sums.index(buffer * CONSUMERS + c).permute((1, 0)).load(layout)
-        total += gl.convert_layout(gl.sum(part, axis=1), _GATHERED)
+        total += gl.convert_layout(gl.sum(part, axis=1), COPIED_ROWS)
         if GROUPS == 2 or c == CONSUMERS - 1:
             offset = (row.to(gl.int64) + c * (GROUPS - 1) * s_q) * topk
             gl.store(out + offset + slot, gl.where(valid, total, 0.0), mask=slot < topk)
-            total = gl.zeros([_KEYS], gl.float32, _GATHERED)
+            total = gl.zeros([_KEYS], gl.float32, COPIED_ROWS)
 
 
 @gluon.jit

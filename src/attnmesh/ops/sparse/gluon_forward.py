@@ -41,6 +41,7 @@ from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, cdiv, is_hopper, prepare
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
 from attnmesh.ops.sparse.gluon_common import (
+    COPIED_ROWS,
     D_TAIL,
     D_V,
     HEADS,
@@ -49,6 +50,7 @@ from attnmesh.ops.sparse.gluon_common import (
     RESCALE_THRESHOLD,
     Results,
     add_sinks,
+    copy_columns,
     processors,
     write_columns,
 )
@@ -202,8 +204,6 @@ def _produce(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED: gl.constexpr
 ):  # fmt: skip
     """Copies the queries of each item and, pair by pair, the keys of its slots; 0 where a slot is invalid."""
-    # Eight lanes copy 128 bytes of a row: whole cache lines, and columns at constant offsets.
-    grid: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
@@ -211,12 +211,12 @@ def _produce(
         first = gl.load(lo + item.row)
         end = gl.load(hi + item.row)
         row_indices = None if indices is None else indices + item.row * indices_row
-        slot = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))
+        slot = gl.arange(0, _KEYS, layout=COPIED_ROWS)
         key = _keys_of(row_indices, slot, first, item.count)
         head = item.head_begin + slot
         is_head = head < work.heads
         q_rows = q + item.row * q_row + head.to(gl.int64) * q_head
-        seen = gl.full([_KEYS], float("-inf"), gl.float32, gl.SliceLayout(1, grid))
+        seen = gl.full([_KEYS], float("-inf"), gl.float32, COPIED_ROWS)
         mbarrier.wait(barriers.q_free.index(0), (done & 1) ^ 1)
         for pair in range(item.pairs):
             free = (step & 1) ^ 1
@@ -228,23 +228,23 @@ def _produce(
                 key = _keys_of(row_indices, slot, first, item.count)
 
                 if tile == 0 and pair == 0:
-                    _copy_half(memory.q.index(0), q_rows, 0, is_head, grid)
+                    copy_columns(memory.q.index(0), q_rows, is_head, 0, _HALF)
                     async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
                 mbarrier.wait(barriers.front_free.index(tile), free)
-                _copy_half(memory.k.index(2 * tile), rows, 0, valid, grid)
+                copy_columns(memory.k.index(2 * tile), rows, valid, 0, _HALF)
                 if TAILED and tile == 1:  # whose weights, over its tail, the first consumer reads
-                    _copy_tail(memory.tail.index(1), rows, valid, grid)
+                    copy_columns(memory.tail.index(1), rows, valid, 2 * _HALF, _TAIL)
                 async_copy.mbarrier_arrive(barriers.front_ready.index(tile), increment_count=False)
 
                 if tile == 0 and pair == 0:
-                    _copy_half(memory.q.index(1), q_rows, 1, is_head, grid)
+                    copy_columns(memory.q.index(1), q_rows, is_head, _HALF, _HALF)
                     if TAILED:
-                        _copy_tail(memory.q_tail.index(0), q_rows, is_head, grid)
+                        copy_columns(memory.q_tail.index(0), q_rows, is_head, 2 * _HALF, _TAIL)
                     async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
                 mbarrier.wait(barriers.back_free.index(tile), free)
-                _copy_half(memory.k.index(2 * tile + 1), rows, 1, valid, grid)
+                copy_columns(memory.k.index(2 * tile + 1), rows, valid, _HALF, _HALF)
                 if TAILED and tile == 0:
-                    _copy_tail(memory.tail.index(0), rows, valid, grid)
+                    copy_columns(memory.tail.index(0), rows, valid, 2 * _HALF, _TAIL)
                 async_copy.mbarrier_arrive(barriers.back_ready.index(tile), increment_count=False)
                 bias = gl.where(valid, 0.0, float("-inf"))
                 memory.bias.index(tile).store(bias)
@@ -264,20 +264,6 @@ def _keys_of(row_indices, slot, first, count):
     else:
         key = gl.load(row_indices + slot, mask=slot < count, other=-2147483648)
     return key
-
-
-@gluon.jit
-def _copy_half(target, rows, PART: gl.constexpr, valid, grid: gl.constexpr):
-    """Half of the columns of some rows."""
-    column = PART * _HALF + gl.arange(0, _HALF, layout=gl.SliceLayout(0, grid))
-    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
-
-
-@gluon.jit
-def _copy_tail(target, rows, valid, grid: gl.constexpr):
-    """The columns past both halves."""
-    column = 2 * _HALF + gl.arange(0, _TAIL, layout=gl.SliceLayout(0, grid))
-    async_copy.async_copy_global_to_shared(target, rows[:, None] + column[None, :], mask=valid[:, None])
 
 
 # Of the consumers.
