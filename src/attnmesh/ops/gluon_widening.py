@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnmesh.ops.decode.gluon_common import group_barrier
+from attnmesh.ops.decode.gluon_common import LINES, group_barrier
 from attnmesh.ops.exponents import EXPONENT_BITS
 from attnmesh.ops.storage import LATENT_GROUP
 
@@ -118,8 +118,7 @@ def _power_in(x):
 @gluon.jit
 def scale_tail(tail, ratio):
     """Multiplies the tail of the queries in shared memory."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    values = tail.load(lines)
+    values = tail.load(LINES)
     tail.store((values.to(gl.float32) * ratio).to(values.dtype))
     fence_async_shared()
     group_barrier()

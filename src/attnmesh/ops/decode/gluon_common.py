@@ -183,6 +183,8 @@ _LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
 RESCALE_THRESHOLD = gl.constexpr(7.0)
 # Until all warps of a group are there; Triton 3.7 has renamed it.
 group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# Of rows of queries or keys that four warps read or write, 16 bytes to a lane.
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Shape(NamedTuple):
@@ -356,6 +358,13 @@ def split_row(position, item, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def query_rows(q, q_strides, sequence, work, SHAPE: gl.constexpr):
+    """Where the queries of the rows of this program begin [rows, 1], and whether they exist, in `LINES`."""
+    is_row, head, token = locate_rows(work, gl.SliceLayout(1, LINES), SHAPE)
+    return q + row_offsets(q_strides, sequence, head, token)[:, None], is_row
+
+
+@gluon.jit
 def load_signed(pointers, is_row, SHAPE: gl.constexpr):
     """Queries, times the sign of the scale."""
     values = gl.load(pointers, mask=is_row[:, None], other=0.0)
@@ -374,15 +383,20 @@ def matrix(memory, slot):
 @gluon.jit
 def clear_outside(memory, step, key, item, SHAPE: gl.constexpr):
     """Keys outside of the item become 0, in the columns that are values."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
-    inside = ((at >= item.first) & (at < item.stop))[:, None]
     for quarter in gl.static_range(4):
         tile = matrix(memory, (4 * step + quarter) % SHAPE.ring)
         for part in gl.static_range(2):
-            some = tile.slice(part * (_QUARTER // 2), _QUARTER // 2, dim=1)
-            values = some.load(lines)
-            some.store(gl.where(inside, values, gl.zeros([_KEYS, _QUARTER // 2], values.dtype, lines)))
+            clear_columns(tile.slice(part * (_QUARTER // 2), _QUARTER // 2, dim=1), key, item)
+
+
+@gluon.jit
+def clear_columns(some, key, item):
+    """Keys outside of the item become 0, in some columns of their tile."""
+    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, LINES))
+    inside = ((at >= item.first) & (at < item.stop))[:, None]
+    COLUMNS: gl.constexpr = some.shape[1]
+    values = some.load(LINES)
+    some.store(gl.where(inside, values, gl.zeros([_KEYS, COLUMNS], values.dtype, LINES)))
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     KEYS,
+    LINES,
     NOT_SPECIALIZED,
     RESCALE_THRESHOLD,
     Keys,
@@ -58,8 +59,8 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     pool_descriptors,
+    query_rows,
     row_bounds,
-    row_offsets,
     scale_descriptor,
     shape_of,
     store_columns,
@@ -322,10 +323,8 @@ def _give(memory, slot, QUARTER: gl.constexpr, weights):
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
-    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
-    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, lines))[None, :]
+    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LINES))[None, :]
     tail = load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
     largest = gl.abs(tail)
     column = column // 2 * 4 + column % 2

@@ -32,6 +32,7 @@ from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import (
     BLOCK_SIZES,
     KEYS,
+    LINES,
     NOT_SPECIALIZED,
     Results,
     Sources,
@@ -39,6 +40,7 @@ from attnmesh.ops.decode.gluon_common import (
     after,
     aligned,
     blocks_of,
+    clear_columns,
     fetch,
     finish_rows,
     first_position,
@@ -49,8 +51,8 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     pool_descriptor,
+    query_rows,
     row_bounds,
-    row_offsets,
     shape_of,
     store_rows,
     update_raw_max,
@@ -211,7 +213,9 @@ def _attend(
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         tile_part = matrix(memory.v, slot).slice(PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1)
-                        _clear_outside(tile_part, key, item, D // HALVES)
+                        clear_columns(tile_part, key, item)
+                        fence_async_shared()
+                        group_barrier()
                         if HALVES == 2:  # each clears half of the columns
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
@@ -262,22 +266,8 @@ def _attend(
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
     """Writes the queries to shared memory."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
-    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, lines))[None, :]
+    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
     memory.store(load_signed(rows + column, is_row, SHAPE))
-    fence_async_shared()
-    group_barrier()
-
-
-@gluon.jit
-def _clear_outside(tile, key, item, D: gl.constexpr):
-    """Values outside of the item become 0."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = key + gl.arange(0, _KEYS, layout=gl.SliceLayout(1, lines))
-    inside = ((at >= item.first) & (at < item.stop))[:, None]
-    values = tile.load(lines)
-    tile.store(gl.where(inside, values, gl.zeros([_KEYS, D], values.dtype, lines)))
     fence_async_shared()
     group_barrier()

@@ -57,6 +57,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     KEYS,
+    LINES,
     NOT_SPECIALIZED,
     Keys,
     Results,
@@ -75,8 +76,8 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     pool_descriptors,
+    query_rows,
     row_bounds,
-    row_offsets,
     scale_descriptor,
     shape_of,
     store_rows,
@@ -355,21 +356,9 @@ def _score(
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
                 raw_max, total = _weigh(
-                    scores,
-                    raw_max,
-                    total,
-                    key,
-                    row_first,
-                    row_end,
-                    item,
-                    memory,
-                    barriers,
-                    step,
-                    factor,
-                    ratio,
-                    grid,
+                    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid,
                     SHAPE,
-                )
+                )  # fmt: skip
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
@@ -384,12 +373,10 @@ def _score(
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
-    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
+    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Loads start before the first is needed, as far as registers allow.
     first = load_signed(rows + column, is_row, SHAPE)
     last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
@@ -413,13 +400,11 @@ def _narrow_queries(
     q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr
 ):  # fmt: skip
     """`_load_queries` in fp16 where keys are widened; returns the unit of the first keys, too."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     dtype: gl.constexpr = q.dtype.element_ty
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
-    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
+    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
     last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     largest = gl.max(gl.abs(last.to(gl.float32)), 1)
@@ -431,13 +416,13 @@ def _narrow_queries(
     row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
     memory.codes.row_units.store(row_unit)
     power = inverse_of(row_unit)[:, None]
-    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(lines)
+    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(LINES)
     memory.q.index(0).store((first.to(gl.float32) * power).to(gl.float16))
     group_barrier()
     q_first = memory.q.index(0).load(operand)
     group_barrier()  # all warps have read it
     for quarter in gl.static_range(2):
-        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(lines)
+        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(LINES)
         memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
     unit = _unit(memory, barriers, step, SHAPE)

@@ -36,6 +36,7 @@ from attnmesh.ops.decode.gluon_common import (
     D_TAIL,
     D_V,
     KEYS,
+    LINES,
     NOT_SPECIALIZED,
     Keys,
     Results,
@@ -52,8 +53,8 @@ from attnmesh.ops.decode.gluon_common import (
     locate_rows,
     matrix,
     pool_descriptors,
+    query_rows,
     row_bounds,
-    row_offsets,
     shape_of,
     store_columns,
     update_raw_max,
@@ -212,11 +213,9 @@ def _score(
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, lines), SHAPE)
-    rows = q + row_offsets(q_strides, sequence, head, token)[:, None]
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, lines))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, lines))[None, :]
+    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     for quarter in gl.static_range(4):
         memory.q.index(quarter).store(load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
     memory.q_tail.store(load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
@@ -236,42 +235,29 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
     while position.at < position.stop:
         item = item_at(sources, position, SHAPE)
         if item.tiles > 0:
-            sums0 = gl.zeros([_QUARTER, N], gl.float32, grid)
-            sums1 = gl.zeros([_QUARTER, N], gl.float32, grid)
-            sums2 = gl.zeros([_QUARTER, N], gl.float32, grid)
-            sums3 = gl.zeros([_QUARTER, N], gl.float32, grid)
+            nothing = gl.zeros([_QUARTER, N], gl.float32, grid)
+            sums = (nothing, nothing, nothing, nothing)
             for _tile in range(item.tiles):
                 slot = step % _TAILS
                 mbarrier.wait(barriers.weights_ready.index(slot), step // _TAILS & 1)
                 acc_scale = memory.acc_scale.index(slot).load(across)[None, :]
                 weights = memory.weights.index(slot).permute([1, 0])
-                sums0 = _add(sums0 * acc_scale, 0, weights, memory, step, SHAPE)
-                sums1 = _add(sums1 * acc_scale, 1, weights, memory, step, SHAPE)
-                sums2 = _add(sums2 * acc_scale, 2, weights, memory, step, SHAPE)
-                sums3 = _add(sums3 * acc_scale, 3, weights, memory, step, SHAPE)
-                sums0 = warpgroup_mma_wait(3, [sums0])
-                mbarrier.arrive(barriers.k_free.index(4 * step % RING), count=1)
-                sums1 = warpgroup_mma_wait(2, [sums1])
-                mbarrier.arrive(barriers.k_free.index((4 * step + 1) % RING), count=1)
-                sums2 = warpgroup_mma_wait(1, [sums2])
-                mbarrier.arrive(barriers.k_free.index((4 * step + 2) % RING), count=1)
-                sums3 = warpgroup_mma_wait(0, [sums3])
-                mbarrier.arrive(barriers.k_free.index((4 * step + 3) % RING), count=1)
+                products = ()
+                for quarter in gl.static_range(4):
+                    part = sums[quarter] * acc_scale
+                    values = matrix(memory.k, (4 * step + quarter) % RING).permute([1, 0])
+                    products = products + (warpgroup_mma(values, weights, part, is_async=True),)  # noqa: RUF005
+                sums = ()
+                for quarter in gl.static_range(4):
+                    sums = sums + (warpgroup_mma_wait(3 - quarter, [products[quarter]]),)  # noqa: RUF005
+                    mbarrier.arrive(barriers.k_free.index((4 * step + quarter) % RING), count=1)
                 step += 1
 
             mbarrier.wait(barriers.result_ready.index(0), done & 1)
             weight = memory.weight.load(across)[None, :]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            store_columns(results, sums0 * weight, 0, 1, position, item, work, grid, SHAPE)
-            store_columns(results, sums1 * weight, _QUARTER, 1, position, item, work, grid, SHAPE)
-            store_columns(results, sums2 * weight, 2 * _QUARTER, 1, position, item, work, grid, SHAPE)
-            store_columns(results, sums3 * weight, 3 * _QUARTER, 1, position, item, work, grid, SHAPE)
+            for quarter in gl.static_range(4):
+                part = sums[quarter] * weight
+                store_columns(results, part, quarter * _QUARTER, 1, position, item, work, grid, SHAPE)
         position = after(position, item)
-
-
-@gluon.jit
-def _add(sums, QUARTER: gl.constexpr, weights, memory, step, SHAPE: gl.constexpr):
-    """Starts the product of a quarter of the values, transposed, and the weights."""
-    values = matrix(memory.k, (4 * step + QUARTER) % SHAPE.ring).permute([1, 0])
-    return warpgroup_mma(values, weights, sums, is_async=True)
