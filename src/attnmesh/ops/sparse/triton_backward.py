@@ -15,6 +15,7 @@ from torch import Tensor
 from attnmesh.ops.dense.triton_backward import delta
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
+from attnmesh.ops.sparse.triton_indexer import valid_keys
 
 _MAX_COLUMNS = 1024  # per program
 _IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
@@ -178,15 +179,6 @@ def _row_of(program, row_begin, lo, hi, slots):
 
 
 @triton.jit
-def _keys_at(indices, slot, first, end, count, k_offset):
-    """The rows of the keys of some slots, and whether these slots are valid; row 0 for an invalid slot."""
-    there = slot < count
-    key = tl.load(indices + slot, mask=there, other=0)
-    valid = there & (key >= first) & (key < end)
-    return tl.where(valid, key - k_offset, 0).to(tl.int64), valid
-
-
-@triton.jit
 def _load_tile(rows, there, columns, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
     """Columns of some rows, given as pointers [n, 1]; 0 for rows that do not exist and columns past the last.
 
@@ -227,7 +219,7 @@ def scores_kernel(
     key_begin = program % key_tiles * KEYS
     if key_begin < count:
         slot = key_begin + tl.arange(0, KEYS)
-        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        valid, key = valid_keys(indices + row * indices_stride, slot, count, first, end, k_offset)
         head = program // key_tiles % head_tiles * HEADS + tl.arange(0, HEADS)
         real = head < H
         q_rows = q + row * q_strides[0] + head.to(tl.int64)[:, None] * q_strides[1]
@@ -283,7 +275,7 @@ def grad_query_kernel(
     ds_rows = grad_scores + (in_chunk.to(tl.int64) * PADDED_HEADS + head)[:, None] * padded_slots
     for begin in range(0, count, KEYS):
         slot = begin + tl.arange(0, KEYS)
-        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        valid, key = valid_keys(indices + row * indices_stride, slot, count, first, end, k_offset)
         ds = tl.load(ds_rows + slot[None, :])
         k_rows = k + key[:, None] * k_stride
         k_main = _load_tile(k_rows, valid, main, D, PARTS * MAIN <= D)
@@ -300,10 +292,7 @@ def grad_query_kernel(
 
 
 @triton.jit
-def _times(
-    acc, left, held, rows, there, columns,
-    WIDTH: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+def _times(acc, left, held, rows, there, columns, WIDTH: tl.constexpr, WHOLE: tl.constexpr, HELD: tl.constexpr):
     """Adds left @ right, where right is `held` in shared memory or loaded now."""
     right = held
     if not HELD:
@@ -361,7 +350,7 @@ def grad_key_kernel(
     held_extra_v = _load_tile(right_v_rows, member < H, extra, WIDTH_V, False)
     for begin in range(0, count, KEYS):
         slot = begin + tl.arange(0, KEYS)
-        key, valid = _keys_at(indices + row * indices_stride, slot, first, end, count, k_offset)
+        valid, key = valid_keys(indices + row * indices_stride, slot, count, first, end, k_offset)
         # Two accumulators instead of one that is scaled in between, so that the products do not wait for each other.
         acc = tl.zeros((KEYS, MAIN), tl.float32)
         acc_v = tl.zeros((KEYS, MAIN), tl.float32)

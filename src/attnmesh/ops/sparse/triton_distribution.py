@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, cdiv, gpu_of, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import SparseCall
+from attnmesh.ops.sparse.triton_indexer import valid_keys
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)
@@ -121,10 +122,8 @@ def _distribution_kernel(
                 q_tail = _load_columns(queries, there, MAIN, D, TAIL)
         for slot_begin in range(begin, stop, KEYS):
             slot = slot_begin + near
-            inside = slot < stop
-            chosen = tl.load(indices + row * indices_stride + slot, mask=inside, other=0)
-            valid = inside & (chosen >= row_lo) & (chosen < row_hi)
-            keys = k + tl.where(valid, chosen - k_offset, 0).to(tl.int64) * k_strides[0]
+            valid, key = valid_keys(indices + row * indices_stride, slot, stop, row_lo, row_hi, k_offset)
+            keys = k + key * k_strides[0]
             if STEP == 0:
                 scores = tl.dot(_load_columns(keys, valid, 0, D, MAIN), tl.trans(q_main))
                 if TAIL > 0:
@@ -136,8 +135,8 @@ def _distribution_kernel(
                     k_step = _load_columns(keys, valid, column, D, STEP)
                     scores = tl.dot(k_step, tl.trans(q_step), scores, input_precision="ieee")
             total = tl.sum(tl.exp2(scores * scale_log2 - shift[None, :]), 1)
-            total += tl.load(out_row + slot, mask=inside & (head > first_head), other=0.0)
-            tl.store(out_row + slot, tl.where(valid, total, 0.0), mask=inside)
+            total += tl.load(out_row + slot, mask=(slot < stop) & (head > first_head), other=0.0)
+            tl.store(out_row + slot, tl.where(valid, total, 0.0), mask=slot < stop)
         if head + HEADS < end_head:
             tl.debug_barrier()  # the next pass reads what other threads wrote in this one
     for slot_begin in range(stop, end, KEYS):

@@ -114,19 +114,19 @@ def scores_at(call: IndexerCall, *, tiles: IndexerTiles | None = None) -> Tensor
 
 @triton.jit
 def valid_keys(indices, j, limit, lo, hi, k_offset):
-    """Whether slots j of a row are valid, and the rows of their keys, else 0. Without indices, slot j is key j."""
+    """Whether slots j of a row are valid, and the rows of their keys, else row 0. Without indices, slot j is key j."""
     index = j
     if indices is not None:
         index = tl.load(indices + j, mask=j < limit, other=0)
     valid = (j < limit) & (index >= lo) & (index < hi)
-    return valid, tl.where(valid, index - k_offset, 0)
+    return valid, tl.where(valid, index - k_offset, 0).to(tl.int64)
 
 
 @triton.jit
 def gather_keys(ik, ik_stride, keys, valid, first_dim, D: tl.constexpr, DIMS: tl.constexpr):
     """Columns [first_dim, first_dim + DIMS) of the keys of valid slots; 0 for the others."""
     dims = first_dim + tl.arange(0, DIMS)
-    at = keys.to(tl.int64)[:, None] * ik_stride + dims[None, :]
+    at = keys[:, None] * ik_stride + dims[None, :]
     return tl.load(ik + at, mask=valid[:, None] & (dims < D)[None, :], other=0.0)
 
 

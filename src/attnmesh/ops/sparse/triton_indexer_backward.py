@@ -169,7 +169,7 @@ def _grad_kernel(
         inside = valid[:, None] & (dims < SHAPE.d)[None, :]
         if d_ik is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
-            at = d_ik + keys.to(tl.int64)[:, None] * SHAPE.d + dims[None, :]
+            at = d_ik + keys[:, None] * SHAPE.d + dims[None, :]
             tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
         if parts is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit

@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.decode.triton_kernels import record_error
-from attnmesh.ops.launch import Launch, Recent, multiprocessors, repeat, starts_early
+from attnmesh.ops.launch import Launch, Recent, cdiv, multiprocessors, repeat, starts_early
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
 from attnmesh.ops.sparse.indexer_tiles import (
     MAX_COLUMNS,
@@ -82,16 +82,16 @@ def paged_topk(
         resident = (_PROGRAMS if small else 2) * multiprocessors(iq.device, 1)
         # Longer spans in Gluon, but there must be two groups per selected key.
         most = SPAN if gluon is None else max(SPAN, min(gluon.SPAN, capacity * tiles.keys // topk))
-        programs = max(1, _ceil(groups * capacity, most * resident)) * resident
-        span = max(_MIN_SPAN, _ceil(capacity, max(1, programs // groups)))
-    items = max(1, _ceil(capacity, _ceil(span, tiles.keys) * tiles.keys))
+        programs = max(1, cdiv(groups * capacity, most * resident)) * resident
+        span = max(_MIN_SPAN, cdiv(capacity, max(1, programs // groups)))
+    items = max(1, cdiv(capacity, cdiv(span, tiles.keys) * tiles.keys))
     block = block or candidate_block(topk)
     # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
     of_item = tiles.keys if items * tiles.keys >= 4 * topk else 2 * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)
     if 2 * topk > (wide if capacity <= wide else min(wide, items * of_item)) or capacity <= block:
         wide = 0  # a summary would not help
-    row_len = max(1, _ceil(capacity, tiles.keys)) * tiles.keys
+    row_len = max(1, cdiv(capacity, tiles.keys)) * tiles.keys
     selects = gluon if gluon is not None and wide and block >= gluon.MIN_BLOCK else None
     if selects is None:
         parts = 0
@@ -100,9 +100,9 @@ def paged_topk(
     if parts:
         while of_item > 16 and items * of_item >= 8 * topk:
             of_item //= 2  # every program reads all of them
-        summary = row_len + 2 * parts * block + _ceil(parts, 16) * 16
+        summary = row_len + 2 * parts * block + cdiv(parts, 16) * 16
         maxima = items * of_item
-        row_size = summary + _ceil(maxima, 16) * 16
+        row_size = summary + cdiv(maxima, 16) * 16
     else:
         summary = row_len + 3 * block
         maxima = items * of_item
@@ -181,10 +181,6 @@ def paged_topk(
     return TopKIndices(*found)
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 @triton.jit
 def _bound(at, mask):
     """Bounds of a row's keys as int32, at least 0."""
@@ -192,14 +188,21 @@ def _bound(at, mask):
 
 
 @triton.jit
+def _blocks_of(table, entry, read):
+    """Entries of a row of the block table, and which of them are read and in the pool."""
+    table_row, table_stride, num_blocks = table
+    block = tl.load(table_row + entry.to(tl.int64) * table_stride, mask=read, other=0)
+    return block, read & (block >= 0) & (block < num_blocks)
+
+
+@triton.jit
 def _load_tile(
-    ik, ik_strides, table_row, table_stride, num_blocks, keys, read,
-    FP8: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ik, ik_strides, table, keys, read, FP8: tl.constexpr, DTYPE: tl.constexpr, SHAPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """A tile of keys of one sequence, which of them are in the pool, and words for those that are not."""
     entry = keys // BLOCK_SIZE
-    block = tl.load(table_row + entry.to(tl.int64) * table_stride, mask=read, other=0)
-    there = read & (block >= 0) & (block < num_blocks)
+    block, there = _blocks_of(table, entry, read)
     word = ((entry + 1).to(tl.int64) << 32) | (block.to(tl.int64) & 0xFFFFFFFF)
     word = tl.where(read & ~there, word, 0)
     block, offset = block.to(tl.int64), (keys % BLOCK_SIZE).to(tl.int64)
@@ -214,10 +217,9 @@ def _load_tile(
 
 
 @triton.jit
-def _load_scales(key_scales, scale_strides, table_row, table_stride, num_blocks, keys, read, BLOCK_SIZE: tl.constexpr):
+def _load_scales(key_scales, scale_strides, table, keys, read, BLOCK_SIZE: tl.constexpr):
     """The scales of a tile of keys of one sequence; 0 for those that are not in the pool."""
-    block = tl.load(table_row + (keys // BLOCK_SIZE).to(tl.int64) * table_stride, mask=read, other=0)
-    there = read & (block >= 0) & (block < num_blocks)
+    block, there = _blocks_of(table, keys // BLOCK_SIZE, read)
     at = key_scales + block.to(tl.int64) * scale_strides[0] + (keys % BLOCK_SIZE).to(tl.int64) * scale_strides[1]
     return tl.load(at, mask=there, other=0.0)
 
@@ -249,20 +251,18 @@ def _score_kernel(
     other = tl.full((KEYS, ROWS), float("-inf"), tl.float32)  # not `best`: Triton would not carry it through the loop
     found = tl.zeros((), tl.int64)
     if begin < end:
-        table_row = table + (row // tokens).to(tl.int64) * table_strides[0]
+        of_sequence = table + (row // tokens).to(tl.int64) * table_strides[0], table_strides[1], num_blocks
         worst = tl.zeros((KEYS,), tl.int64)
         source = iq, iq_strides, w, w_strides
         queries, weights = load_queries(source, row, s_q, 0, heads, 0, SHAPE.block_d, SHAPE)
         if key_scales is not None:
             keys = begin + tl.arange(0, KEYS)
-            factor = _load_scales(
-                key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys,
-                (keys >= lowest) & (keys < end), BLOCK_SIZE,
-            )  # fmt: skip
+            read = (keys >= lowest) & (keys < end)
+            factor = _load_scales(key_scales, scale_strides, of_sequence, keys, read, BLOCK_SIZE)
         for first in range(begin, end, step):
             keys = first + tl.arange(0, KEYS)
             tile, there, word = _load_tile(
-                ik, ik_strides, table_row, table_strides[1], num_blocks, keys, (keys >= lowest) & (keys < end),
+                ik, ik_strides, of_sequence, keys, (keys >= lowest) & (keys < end),
                 key_scales is not None, iq.dtype.element_ty, SHAPE, BLOCK_SIZE,
             )  # fmt: skip
             worst = tl.maximum(worst, word)
@@ -270,9 +270,8 @@ def _score_kernel(
             if key_scales is not None:
                 # Those of the next tile are loaded now: the compiler prefetches only what is multiplied.
                 following = _load_scales(
-                    key_scales, scale_strides, table_row, table_strides[1], num_blocks, keys + step, keys + step < end,
-                    BLOCK_SIZE,
-                )  # fmt: skip
+                    key_scales, scale_strides, of_sequence, keys + step, keys + step < end, BLOCK_SIZE
+                )
                 total *= factor[:, None]
                 factor = following
             score = final_score(total, scale)
