@@ -57,6 +57,10 @@ def _rewritten(module: ModuleType, names: dict, planted: tuple[str, str] | None,
             tree.body.remove(x)
             imported = _rewritten(importlib.import_module(x.module), names, planted, done)
             vars(again).update({name.name: vars(imported)[name.name] for name in x.names})
+        elif x.names[0].name.startswith("gluon_"):  # a module
+            tree.body.remove(x)
+            imported = _rewritten(importlib.import_module(f"{x.module}.{x.names[0].name}"), names, planted, done)
+            vars(again)[x.names[0].asname or x.names[0].name] = imported
     exec(compile(tree, module.__file__, "exec"), vars(again))
     done[module.__name__] = again, source.count(planted[0]) if planted else 0
     return again

@@ -36,45 +36,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
+from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import (
-    D_TAIL,
-    D_V,
-    KEYS,
-    LINES,
-    NOT_SPECIALIZED,
-    RESCALE_THRESHOLD,
-    Keys,
-    Results,
-    Sources,
-    after,
-    blocks_of,
-    fetch,
-    finish_rows,
-    first_position,
-    group_barrier,
-    item_at,
-    launch_kernel,
-    load_signed,
-    locate_rows,
-    matrix,
-    pool_descriptors,
-    query_rows,
-    row_bounds,
-    scale_descriptor,
-    shape_of,
-    store_columns,
-    work_tile_of_program,
-)
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import times
 from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
-TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
-_KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_PAIRS = gl.constexpr(D_V // 8)  # of columns of a quarter
+TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(common.KEYS), gl.constexpr(common.D_V // 4), gl.constexpr(common.D_TAIL)
+_PAIRS = gl.constexpr(common.D_V // 8)  # of columns of a quarter
 _COPIES = gl.constexpr(6)  # of a tile: quarters, tail and scales
 _PRODUCER = gl.constexpr(24)  # registers per thread
 # Bytes are widened to bf16 by moving their bits, exponents unchanged: the results are 2**-120 of the values. Weights
@@ -115,12 +87,12 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     assert isinstance(call.k, Quantized)
     shared = Schedule.of(call, state, TILES)
     tile = max(16, shared.rows)
-    shape = shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
-    pools = (*pool_descriptors(call, shape.piece), scale_descriptor(call.k.scales, shape.piece))
-    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    shape = common.shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
+    pools = (*common.pool_descriptors(call, shape.piece), common.scale_descriptor(call.k.scales, shape.piece))
+    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
     k_main, k_tail, k_scales, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
@@ -155,11 +127,11 @@ def _attend_kernel(
     )
     fence_async_shared()
 
-    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    source = Keys(k_main, k_tail, k_scales, table, table_stride)
-    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    work = common.work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    source = common.Keys(k_main, k_tail, k_scales, table, table_stride)
+    results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     VALUE_CONSUMER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
     gl.warp_specialize(
         [
@@ -180,21 +152,21 @@ def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
+            blocks = common.blocks_of(table_row, key, item, SHAPE)
             slot = step % RING
             ready = barriers.k_ready.index(slot)
             mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)
             for quarter in gl.static_range(4):
                 into = memory.k.index(4 * slot + quarter)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
-            fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, work, SHAPE)
+                common.fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
+            common.fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
+            common.fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, work, SHAPE)
             step += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
@@ -217,22 +189,20 @@ def _to_fp16(values, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _score(
-    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
-):  # fmt: skip
+def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
     N: gl.constexpr = SHAPE.tile
-    is_row, head, token = locate_rows(work, across, SHAPE)
+    is_row, head, token = common.locate_rows(work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
             unit = memory.q_unit.load(across) * scale_log2  # of scores, which is positive
             row_max = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
@@ -241,14 +211,14 @@ def _score(
                 key = item.begin + tile * _KEYS
                 slot = step % RING
                 mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)
-                scale = matrix(memory.scales, slot)
+                scale = common.matrix(memory.scales, slot)
                 scale0 = _finite(scale.slice(0, 1, dim=1).load(grid))
                 scale1 = _finite(scale.slice(1, 1, dim=1).load(grid))
                 scale2 = _finite(scale.slice(2, 1, dim=1).load(grid))
                 scale3 = _finite(scale.slice(3, 1, dim=1).load(grid))
                 part = gl.zeros([_KEYS, N], gl.float32, grid)
                 scores = warpgroup_mma(
-                    matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), part, use_acc=False, is_async=True
+                    common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), part, use_acc=False, is_async=True
                 )
                 part0 = _multiply(memory, slot, 0, part, grid)
                 part1 = _multiply(memory, slot, 1, part, grid)
@@ -274,7 +244,7 @@ def _score(
                     scale3 = gl.where(inside, scale3, 0.0)
                 scores = times(scores, unit[None, :])
                 highest = gl.max(scores, 0)
-                new_row_max = gl.where(highest > row_max + RESCALE_THRESHOLD, highest, row_max)
+                new_row_max = gl.where(highest > row_max + common.RESCALE_THRESHOLD, highest, row_max)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.
                 shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
                 acc_scale = gl.exp2(row_max - shift)
@@ -292,11 +262,13 @@ def _score(
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
-            factor = finish_rows(row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE)
+            factor = common.finish_rows(
+                row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE
+            )
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
@@ -323,14 +295,14 @@ def _give(memory, slot, QUARTER: gl.constexpr, weights):
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
-    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
+    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    tail = common.load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
     largest = gl.abs(tail)
     column = column // 2 * 4 + column % 2
     parts = ()
     for part in gl.static_range(8):
-        values = load_signed(rows + (column + (part // 2 * _QUARTER + part % 2 * 2)), is_row, SHAPE)
+        values = common.load_signed(rows + (column + (part // 2 * _QUARTER + part % 2 * 2)), is_row, SHAPE)
         largest = gl.maximum(largest, gl.abs(values.to(gl.float32)))
         parts = parts + (values,)  # noqa: RUF005
     largest = gl.minimum(gl.maximum(gl.max(largest, 1), _SMALLEST), _LARGEST)
@@ -341,7 +313,7 @@ def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     memory.q_tail.store((tail * factor).to(memory.q_tail.dtype))
     memory.q_unit.store(_to_bf16(inverse, _INVERSE).to(gl.float32) * (0.5 / _SPREAD))
     fence_async_shared()
-    group_barrier()
+    common.group_barrier()
 
 
 @gluon.jit
@@ -355,7 +327,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
             even0 = gl.zeros([_PAIRS, N], gl.float32, grid)
             odd0 = gl.zeros([_PAIRS, N], gl.float32, grid)
@@ -385,8 +357,12 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             weight = memory.weight.load(across)[None, :] * _HALF_BIAS
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            store_columns(results, even0 * weight, 2 * PART * _QUARTER, 2, position, item, work, grid, SHAPE)
-            store_columns(results, odd0 * weight, 2 * PART * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
-            store_columns(results, even1 * weight, (2 * PART + 1) * _QUARTER, 2, position, item, work, grid, SHAPE)
-            store_columns(results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
-        position = after(position, item)
+            common.store_columns(results, even0 * weight, 2 * PART * _QUARTER, 2, position, item, work, grid, SHAPE)
+            common.store_columns(results, odd0 * weight, 2 * PART * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
+            common.store_columns(
+                results, even1 * weight, (2 * PART + 1) * _QUARTER, 2, position, item, work, grid, SHAPE
+            )
+            common.store_columns(
+                results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, 2, position, item, work, grid, SHAPE
+            )
+        position = common.after(position, item)

@@ -28,36 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
+from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import (
-    BLOCK_SIZES,
-    KEYS,
-    LINES,
-    NOT_SPECIALIZED,
-    Results,
-    Sources,
-    WorkTile,
-    after,
-    aligned,
-    blocks_of,
-    clear_columns,
-    fetch,
-    finish_rows,
-    first_position,
-    group_barrier,
-    item_at,
-    launch_kernel,
-    load_signed,
-    locate_rows,
-    matrix,
-    pool_descriptor,
-    query_rows,
-    row_bounds,
-    shape_of,
-    store_rows,
-    update_raw_max,
-    work_tile_of_program,
-)
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
@@ -65,7 +37,7 @@ from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
 MIN_ROWS = 16
-_ROWS, _KEYS = gl.constexpr(64), gl.constexpr(KEYS)
+_ROWS, _KEYS = gl.constexpr(64), gl.constexpr(common.KEYS)
 _SECOND, _PRODUCER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
 
 
@@ -83,30 +55,32 @@ def why_not(call: DecodeCall) -> str | None:
     if head_dim not in HEAD_DIMS or call.value_dim != head_dim or rows < MIN_ROWS:
         dims = " and ".join(map(str, HEAD_DIMS))
         return f"its kernel takes head_dim {dims}, and {MIN_ROWS} or more query heads and tokens per KV head"
-    if not call.paged or call.block_size not in BLOCK_SIZES:
-        return f"its kernel takes pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
+    if not call.paged or call.block_size not in common.BLOCK_SIZES:
+        return f"its kernel takes pools of block_size {', '.join(map(str, common.BLOCK_SIZES))}"
     if call.mask is not None or call.tree is not None or call.shared:
         return "its kernel takes no mask, tree or share_cache"
     if call.q.dtype not in (torch.float16, torch.bfloat16):
         return f"its kernel takes fp16 and bf16, not {call.q.dtype}"
     return (
-        None if aligned(call.k, call.v) else "its kernel takes pools whose rows are aligned to 16 bytes, not empty ones"
+        None
+        if common.aligned(call.k, call.v)
+        else "its kernel takes pools whose rows are aligned to 16 bytes, not empty ones"
     )
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
-    shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=KEYS, warps=4, stages=2, resident=1))
+    shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=common.KEYS, warps=4, stages=2, resident=1))
     head_dim = call.q.shape[3]
     # Even, so that all tiles in a slot are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
-    shape = shape_of(shared, 64, ring)
-    pools = [pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
-    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
+    shape = common.shape_of(shared, 64, ring)
+    pools = [common.pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
+    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
     k_blocks, v_blocks, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
@@ -134,11 +108,11 @@ def _attend_kernel(
     )  # fmt: skip
     fence_async_shared()
 
-    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
-    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    work = common.work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
+    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, keys, values, sums, row_max, total)
-    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [(_attend, (0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
          (_attend, (1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
@@ -154,19 +128,19 @@ def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, po
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         table_row = table + position.sequence.to(gl.int64) * table_stride
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
+            blocks = common.blocks_of(table_row, key, item, SHAPE)
             slot = step % RING
             before = (step // RING & 1) ^ 1
             mbarrier.wait(barriers.k_free.index(slot), before)
-            fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, work, SHAPE)
             mbarrier.wait(barriers.v_free.index(slot), before)
-            fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, work, SHAPE)
             step += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
@@ -180,16 +154,16 @@ def _attend(
     down: gl.constexpr = gl.SliceLayout(1, grid)
     RING: gl.constexpr = SHAPE.ring
     if HALVES == 2:
-        work = WorkTile(work.head, work.head_tile, work.heads, work.row_begin + PART * _ROWS, work.partition)
-    is_row, head, token = locate_rows(work, down, SHAPE)
+        work = common.WorkTile(work.head, work.head_tile, work.heads, work.row_begin + PART * _ROWS, work.partition)
+    is_row, head, token = common.locate_rows(work, down, SHAPE)
     column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     clears = 0  # tiles so far that are partly outside of their item
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory.q.index(PART), position.sequence, work, SHAPE, D)
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
@@ -203,7 +177,11 @@ def _attend(
                 mbarrier.wait(barriers.k_ready.index(slot), turn)
                 scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
                 scores = warpgroup_mma(
-                    memory.q.index(PART), matrix(memory.k, slot).permute([1, 0]), scores, use_acc=False, is_async=True
+                    memory.q.index(PART),
+                    common.matrix(memory.k, slot).permute([1, 0]),
+                    scores,
+                    use_acc=False,
+                    is_async=True,
                 )
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(slot), count=1)
@@ -212,15 +190,17 @@ def _attend(
                     visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
-                        tile_part = matrix(memory.v, slot).slice(PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1)
-                        clear_columns(tile_part, key, item)
+                        tile_part = common.matrix(memory.v, slot).slice(
+                            PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1
+                        )
+                        common.clear_columns(tile_part, key, item)
                         fence_async_shared()
-                        group_barrier()
+                        common.group_barrier()
                         if HALVES == 2:  # each clears half of the columns
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
+                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
                 factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
                 acc_scale = gl.exp2(exponent)
                 weights = gl.exp2(scores * factor[:, None] - shift[:, None])
@@ -228,18 +208,18 @@ def _attend(
                 raw_max = new_raw_max
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
                 sums = sums * gl.convert_layout(acc_scale, gl.SliceLayout(1, wide))[:, None]
-                sums = warpgroup_mma(operand, matrix(memory.v, slot), sums, is_async=True)
+                sums = warpgroup_mma(operand, common.matrix(memory.v, slot), sums, is_async=True)
                 sums = warpgroup_mma_wait(0, [sums])
                 mbarrier.arrive(barriers.v_free.index(slot), count=1)
             step += item.tiles
 
             row_max = row_max_of(raw_max, scale_log2)
             if HALVES == 2:
-                factor = finish_rows(
+                factor = common.finish_rows(
                     row_max, total, results, position, item, work, PART * _ROWS, is_row, head, token, down, SHAPE
                 )
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                store_rows(results, sums, 0, D, PART * _ROWS, position, item, work, wide, SHAPE)
+                common.store_rows(results, sums, 0, D, PART * _ROWS, position, item, work, wide, SHAPE)
             elif PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
@@ -256,18 +236,20 @@ def _attend(
                 sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = finish_rows(both, total, results, position, item, work, 0, is_row, head, token, down, SHAPE)
+                factor = common.finish_rows(
+                    both, total, results, position, item, work, 0, is_row, head, token, down, SHAPE
+                )
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                store_rows(results, sums, 0, D, 0, position, item, work, wide, SHAPE)
+                common.store_rows(results, sums, 0, D, 0, position, item, work, wide, SHAPE)
             done += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
     """Writes the queries to shared memory."""
-    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
-    memory.store(load_signed(rows + column, is_row, SHAPE))
+    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    memory.store(common.load_signed(rows + column, is_row, SHAPE))
     fence_async_shared()
-    group_barrier()
+    common.group_barrier()

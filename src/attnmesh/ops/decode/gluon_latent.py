@@ -52,38 +52,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
+from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import (
-    D_TAIL,
-    D_V,
-    KEYS,
-    LINES,
-    NOT_SPECIALIZED,
-    Keys,
-    Results,
-    Sources,
-    after,
-    blocks_of,
-    clear_outside,
-    fetch,
-    finish_rows,
-    first_position,
-    group_barrier,
-    item_at,
-    launch_kernel,
-    load_quarters,
-    load_signed,
-    locate_rows,
-    matrix,
-    pool_descriptors,
-    query_rows,
-    row_bounds,
-    scale_descriptor,
-    shape_of,
-    store_rows,
-    update_raw_max,
-    work_tile_of_program,
-)
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
@@ -101,9 +71,14 @@ from attnmesh.ops.gluon_widening import (
 from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
-TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
-_ROWS, _KEYS, _QUARTER, _TAIL = gl.constexpr(ROWS), gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_D_V = gl.constexpr(D_V)
+TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
+_ROWS, _KEYS, _QUARTER, _TAIL = (
+    gl.constexpr(ROWS),
+    gl.constexpr(common.KEYS),
+    gl.constexpr(common.D_V // 4),
+    gl.constexpr(common.D_TAIL),
+)
+_D_V = gl.constexpr(common.D_V)
 QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
 _TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
@@ -114,7 +89,7 @@ _VALUE_CONSUMER, _PRODUCER, _WIDENING_PRODUCER = gl.constexpr(160), gl.constexpr
 _PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [16, 0], [32, 0]], [[0, 8], [0, 16], [5, 0], [0, 32], [2, 0]], [[4, 0], [8, 0]], [],
-        [KEYS, D_V // 8],
+        [common.KEYS, common.D_V // 8],
     )
 )  # fmt: skip
 
@@ -125,17 +100,21 @@ _PAIRS = gl.constexpr(
 _ROW_LANES, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
 _TWO_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 8]
+        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
     )
 )
 _FOUR_WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 8]
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
     )
 )
 _EIGHT_COLUMNS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16], *_ROW_LANES], _WARPS, [], [ROWS, D_V // 4]
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
+        [[0, 8], [0, 16], *_ROW_LANES],
+        _WARPS,
+        [],
+        [ROWS, common.D_V // 4],
     )
 )
 _JOIN = gl.constexpr("mov.b32 $0, {$1, $2};")
@@ -174,12 +153,15 @@ def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
     scales = call.k.scales if isinstance(call.k, Quantized) else None
-    shape = shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
-    pools = (*pool_descriptors(call, shape.piece), None if scales is None else scale_descriptor(scales, shape.piece))
-    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    shape = common.shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
+    pools = (
+        *common.pool_descriptors(call, shape.piece),
+        None if scales is None else common.scale_descriptor(scales, shape.piece),
+    )
+    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
     k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
@@ -221,12 +203,12 @@ def _attend_kernel(
         )
     fence_async_shared()
 
-    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = work_tile_of_program(kv_heads, _ROWS, SHAPE)
-    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    work = common.work_tile_of_program(kv_heads, _ROWS, SHAPE)
+    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
-    source = Keys(k_main, k_tail, k_scales, table, table_stride)
-    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    source = common.Keys(k_main, k_tail, k_scales, table, table_stride)
+    results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     WARPS: gl.constexpr = 1 if k_scales is None else 4
     REGISTERS: gl.constexpr = _PRODUCER if k_scales is None else _WIDENING_PRODUCER
     gl.warp_specialize(
@@ -235,7 +217,7 @@ def _attend_kernel(
             (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
             (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
             (
-                load_quarters if k_scales is None else _widen_quarters,
+                common.load_quarters if k_scales is None else _widen_quarters,
                 (source, memory, barriers, sources, position, work, SHAPE),
             ),
         ],
@@ -254,20 +236,20 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
     codes = memory.codes
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
         key = item.begin
-        blocks = blocks_of(table_row, key, item, SHAPE)
+        blocks = common.blocks_of(table_row, key, item, SHAPE)
         unit = item.tiles * 0.0 + LOWEST_UNIT
         if item.tiles > 0:
             _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
             _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
             _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
         for tile in range(item.tiles):
-            following = blocks_of(table_row, key + _KEYS, item, SHAPE)
+            following = common.blocks_of(table_row, key + _KEYS, item, SHAPE)
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
-            scale = matrix(codes.scales, 0)
+            scale = common.matrix(codes.scales, 0)
             unit = unit_of(scale, unit, item.first - key, item.stop - key)
             scales = (
                 scale.slice(0, 1, dim=1).load(_PAIRS), scale.slice(1, 1, dim=1).load(_PAIRS),
@@ -276,14 +258,14 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             for quarter in gl.static_range(4):
                 mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
                 pairs = _pairs(codes.quarters.index(quarter % 2)).load(_PAIRS)
-                group_barrier()  # all warps have read them
+                common.group_barrier()  # all warps have read them
                 if quarter < 2:
                     _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
                 elif more:
                     _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
-                widen_to_fp16(pairs, scales[quarter], unit, matrix(memory.k, at % RING))
+                widen_to_fp16(pairs, scales[quarter], unit, common.matrix(memory.k, at % RING))
                 if quarter == 0:  # in the slot of tile `step - 3`, which the value consumers are done with
                     write_unit(unit, codes.units.index(step % _TAILS))
                 fence_async_shared()
@@ -293,7 +275,7 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             blocks = following
             if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
                 _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
@@ -306,31 +288,29 @@ def _pairs(memory):
 def _fetch_codes(source, codes, QUARTER: gl.constexpr, blocks, key, work, SHAPE: gl.constexpr):
     """A quarter of a tile in 8 bits, and with the first the scales."""
     if QUARTER == 0:
-        fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+        common.fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
     into, ready = codes.quarters.index(QUARTER % 2), codes.ready.index(QUARTER % 2)
-    fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
+    common.fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
 
 
 @gluon.jit
 def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
     slot = step % _TAILS
-    fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
+    common.fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
 
 
 @gluon.jit
-def _score(
-    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
-):  # fmt: skip
+def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, row_head, token = locate_rows(work, down, SHAPE)
+    is_row, row_head, token = common.locate_rows(work, down, SHAPE)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             factor, unit = scale_log2, 1.0  # of scores, and of keys
             if memory.codes is None:
                 q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
@@ -363,72 +343,72 @@ def _score(
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             row_max = row_max_of(raw_max, factor)
-            weight = finish_rows(row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE)
+            weight = common.finish_rows(
+                row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE
+            )
             memory.weight.store(weight * unit)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
+    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
     # Loads start before the first is needed, as far as registers allow.
-    first = load_signed(rows + column, is_row, SHAPE)
-    last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
-    second = load_signed(rows + (column + _QUARTER), is_row, SHAPE)
-    third = load_signed(rows + (column + 2 * _QUARTER), is_row, SHAPE)
+    first = common.load_signed(rows + column, is_row, SHAPE)
+    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
+    second = common.load_signed(rows + (column + _QUARTER), is_row, SHAPE)
+    third = common.load_signed(rows + (column + 2 * _QUARTER), is_row, SHAPE)
     memory.q.index(0).store(first)
     memory.q_tail.store(last)
-    fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
     first = memory.q.index(0).load(operand)
-    group_barrier()  # all warps have read it
+    common.group_barrier()  # all warps have read it
     memory.q.index(0).store(second)
     memory.q.index(1).store(third)
     memory.q.index(2).store(fourth)
     fence_async_shared()
-    group_barrier()
+    common.group_barrier()
     return first
 
 
 @gluon.jit
-def _narrow_queries(
-    q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
+def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
     """`_load_queries` in fp16 where keys are widened; returns the unit of the first keys, too."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     dtype: gl.constexpr = q.dtype.element_ty
-    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
+    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
-    last = load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
+    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     largest = gl.max(gl.abs(last.to(gl.float32)), 1)
     for quarter in gl.static_range(3):
-        values = load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE)
+        values = common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE)
         as_rows(memory.q.index(quarter), dtype, _QUARTER).store(values)
         largest = gl.maximum(largest, gl.max(gl.abs(values.to(gl.float32)), 1))
-    fourth = load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
     row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
     memory.codes.row_units.store(row_unit)
     power = inverse_of(row_unit)[:, None]
-    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(LINES)
+    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(common.LINES)
     memory.q.index(0).store((first.to(gl.float32) * power).to(gl.float16))
-    group_barrier()
+    common.group_barrier()
     q_first = memory.q.index(0).load(operand)
-    group_barrier()  # all warps have read it
+    common.group_barrier()  # all warps have read it
     for quarter in gl.static_range(2):
-        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(LINES)
+        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(common.LINES)
         memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
     unit = _unit(memory, barriers, step, SHAPE)
     memory.q_tail.store((last.to(gl.float32) * (power * inverse_of(unit))).to(dtype))
     fence_async_shared()
-    group_barrier()
+    common.group_barrier()
     return q_first, unit
 
 
@@ -440,7 +420,7 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.con
         slot = (4 * step + quarter) % SHAPE.ring
         mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)
         queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
-        keys = matrix(memory.k, slot).permute([1, 0])
+        keys = common.matrix(memory.k, slot).permute([1, 0])
         scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
     return scores
 
@@ -450,7 +430,7 @@ def _add_tail(scores, memory, barriers, step):
     """Starts the product of the tails, too."""
     slot = step % _TAILS
     mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
-    return warpgroup_mma(memory.q_tail, matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
+    return warpgroup_mma(memory.q_tail, common.matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
@@ -465,7 +445,7 @@ def _unit(memory, barriers, step, SHAPE: gl.constexpr):
 def _weights(memory, slot):
     """The weights of a tile, where its tail was."""
     if memory.codes is None:
-        return matrix(memory.tails, slot)
+        return common.matrix(memory.tails, slot)
     else:  # noqa: RET505, a constant condition
         return as_rows(memory.tails.index(slot), gl.float16, _KEYS)
 
@@ -485,8 +465,8 @@ def _weigh(
         visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
         scores = gl.where(visible, scores, float("-inf"))
         if (key < item.first) | (key + _KEYS > item.stop):
-            clear_outside(memory.k, step, key, item, SHAPE)
-    new_raw_max = update_raw_max(raw_max, gl.max(scores, 1), factor)
+            common.clear_outside(memory.k, step, key, item, SHAPE)
+    new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), factor)
     factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
     acc_scale = gl.exp2(exponent)
     memory.acc_scale.index(slot).store(acc_scale * ratio)
@@ -505,7 +485,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
             left = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
             right = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
@@ -520,14 +500,14 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
                     right = right * acc_scale[:, None]
                 weights = _weights(memory, slot)
                 near, far = (4 * step + PART) % SHAPE.ring, (4 * step + PART + 2) % SHAPE.ring
-                left = warpgroup_mma(weights, matrix(memory.k, near), left, is_async=True)
+                left = warpgroup_mma(weights, common.matrix(memory.k, near), left, is_async=True)
                 left = warpgroup_mma_wait(0, [left])
                 mbarrier.arrive(barriers.k_free.index(near), count=1)
                 # The other half is left for the time of the next softmax.
                 following = step + 1
                 scored = barriers.scored.index(following % _TAILS)
                 mbarrier.wait(scored, following // _TAILS & 1, pred=tile + 1 < item.tiles)
-                right = warpgroup_mma(weights, matrix(memory.k, far), right, is_async=True)
+                right = warpgroup_mma(weights, common.matrix(memory.k, far), right, is_async=True)
                 right = warpgroup_mma_wait(0, [right])
                 mbarrier.arrive(barriers.k_free.index(far), count=1)
                 step += 1
@@ -538,7 +518,7 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             done += 1
             _store(results, left * weight, PART * _QUARTER, position, item, work, grid, SHAPE)
             _store(results, right * weight, (PART + 2) * _QUARTER, position, item, work, grid, SHAPE)
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
@@ -547,12 +527,12 @@ def _store(results, sums, COLUMN: gl.constexpr, position, item, work, grid: gl.c
     dtype: gl.constexpr = results.out.dtype.element_ty
     if item.starts & item.ends:
         if dtype == gl.float32:
-            store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+            common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
         else:
             rows = _exchange(sums.to(dtype))
-            store_rows(results, rows, COLUMN, _D_V, 0, position, item, work, _EIGHT_COLUMNS, SHAPE)
+            common.store_rows(results, rows, COLUMN, _D_V, 0, position, item, work, _EIGHT_COLUMNS, SHAPE)
     else:
-        store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+        common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
 
 
 @gluon.jit

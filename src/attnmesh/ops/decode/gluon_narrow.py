@@ -31,43 +31,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
+from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import (
-    D_TAIL,
-    D_V,
-    KEYS,
-    LINES,
-    NOT_SPECIALIZED,
-    Keys,
-    Results,
-    Sources,
-    after,
-    clear_outside,
-    finish_rows,
-    first_position,
-    group_barrier,
-    item_at,
-    launch_kernel,
-    load_quarters,
-    load_signed,
-    locate_rows,
-    matrix,
-    pool_descriptors,
-    query_rows,
-    row_bounds,
-    shape_of,
-    store_columns,
-    update_raw_max,
-    work_tile_of_program,
-)
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
-TILES = DecodeTiles(rows=ROWS, keys=KEYS, warps=4, stages=2, resident=1)
-_KEYS, _QUARTER, _TAIL = gl.constexpr(KEYS), gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
+TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(common.KEYS), gl.constexpr(common.D_V // 4), gl.constexpr(common.D_TAIL)
 _TAILS = gl.constexpr(3)
 _VALUE_CONSUMER, _PRODUCER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
 
@@ -91,12 +64,12 @@ Barriers = namedtuple("Barriers", "k_ready k_free tail_ready weights_ready resul
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     shared = Schedule.of(call, state, TILES)
-    shape = shape_of(shared, ROWS, RING)
-    pools = pool_descriptors(call, shape.piece)
-    return launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    shape = common.shape_of(shared, ROWS, RING)
+    pools = common.pool_descriptors(call, shape.piece)
+    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
 
 
-@gluon.jit(do_not_specialize=NOT_SPECIALIZED)
+@gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
     k_main, k_tail, q, q_strides,
     table, table_stride, cur_pos, range_first, range_end,
@@ -130,17 +103,17 @@ def _attend_kernel(
     )
     fence_async_shared()
 
-    sources = Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
+    work = common.work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
+    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
-    source = Keys(k_main, k_tail, None, table, table_stride)
-    results = Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    source = common.Keys(k_main, k_tail, None, table, table_stride)
+    results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     gl.warp_specialize(
         [
             (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
             (_add_values, (memory, barriers, sources, position, work, results, SHAPE)),
-            (load_quarters, (source, memory, barriers, sources, position, work, SHAPE)),
+            (common.load_quarters, (source, memory, barriers, sources, position, work, SHAPE)),
         ],
         [4, 1],
         [_VALUE_CONSUMER, _PRODUCER],
@@ -149,22 +122,20 @@ def _attend_kernel(
 
 
 @gluon.jit
-def _score(
-    q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr
-):  # fmt: skip
+def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
     N: gl.constexpr = SHAPE.tile
-    is_row, head, token = locate_rows(work, across, SHAPE)
+    is_row, head, token = common.locate_rows(work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
             _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
             raw_max = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
             total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
@@ -177,18 +148,20 @@ def _score(
                     mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
                     queries = memory.q.index(quarter).permute([1, 0])
                     scores = warpgroup_mma(
-                        matrix(memory.k, at % RING), queries, scores, use_acc=quarter > 0, is_async=True
+                        common.matrix(memory.k, at % RING), queries, scores, use_acc=quarter > 0, is_async=True
                     )
                 mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
-                scores = warpgroup_mma(matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), scores, is_async=True)
+                scores = warpgroup_mma(
+                    common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), scores, is_async=True
+                )
                 scores = warpgroup_mma_wait(0, [scores])
 
                 if (key < item.inner) | (key + _KEYS > item.edge):
                     visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
-                        clear_outside(memory.k, step, key, item, SHAPE)
-                new_raw_max = update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
+                        common.clear_outside(memory.k, step, key, item, SHAPE)
+                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
                 factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
                 acc_scale = gl.exp2(exponent)
                 memory.acc_scale.index(slot).store(acc_scale)
@@ -203,24 +176,26 @@ def _score(
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
             row_max = row_max_of(raw_max, scale_log2)
-            factor = finish_rows(row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE)
+            factor = common.finish_rows(
+                row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE
+            )
             memory.weight.store(factor)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
-        position = after(position, item)
+        position = common.after(position, item)
 
 
 @gluon.jit
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
-    rows, is_row = query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
+    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
     for quarter in gl.static_range(4):
-        memory.q.index(quarter).store(load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
-    memory.q_tail.store(load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
+        memory.q.index(quarter).store(common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
+    memory.q_tail.store(common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
     fence_async_shared()
-    group_barrier()
+    common.group_barrier()
 
 
 @gluon.jit
@@ -233,7 +208,7 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
+        item = common.item_at(sources, position, SHAPE)
         if item.tiles > 0:
             nothing = gl.zeros([_QUARTER, N], gl.float32, grid)
             sums = (nothing, nothing, nothing, nothing)
@@ -245,7 +220,7 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
                 products = ()
                 for quarter in gl.static_range(4):
                     part = sums[quarter] * acc_scale
-                    values = matrix(memory.k, (4 * step + quarter) % RING).permute([1, 0])
+                    values = common.matrix(memory.k, (4 * step + quarter) % RING).permute([1, 0])
                     products = products + (warpgroup_mma(values, weights, part, is_async=True),)  # noqa: RUF005
                 sums = ()
                 for quarter in gl.static_range(4):
@@ -259,5 +234,5 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
             done += 1
             for quarter in gl.static_range(4):
                 part = sums[quarter] * weight
-                store_columns(results, part, quarter * _QUARTER, 1, position, item, work, grid, SHAPE)
-        position = after(position, item)
+                common.store_columns(results, part, quarter * _QUARTER, 1, position, item, work, grid, SHAPE)
+        position = common.after(position, item)

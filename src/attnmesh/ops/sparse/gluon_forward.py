@@ -270,9 +270,7 @@ def _keys_of(row_indices, slot, first, count):
 
 
 @gluon.jit
-def _consume_first(
-    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
-):  # fmt: skip
+def _consume_first(memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr):
     """Scores the first tile of each pair, and sums the front half of the columns."""
     step = 0  # pairs so far, of all items
     done = 0  # items so far
@@ -339,9 +337,7 @@ def _add_front(scores, out, row_max, total, largest, memory, barriers, step, sca
 
 
 @gluon.jit
-def _consume_second(
-    memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr
-):  # fmt: skip
+def _consume_second(memory, barriers, work, results, scale_log2, TAILED: gl.constexpr, NARROW_OUT: gl.constexpr):
     """Scores the second tile of each pair, and sums the back half of the columns."""
     step = 0  # pairs so far, of all items
     done = 0  # items so far
@@ -465,9 +461,7 @@ def _rescale(out, rescale, lowest):
 
 
 @gluon.jit
-def _epilogue(
-    out, row_max, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr
-):  # fmt: skip
+def _epilogue(out, row_max, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr):
     """Half of the columns of the result, with the sums of both consumers and the sinks; writes the log-sum-exp."""
     seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
     # Alternating between two buffers: a consumer is at most one item ahead of the other.

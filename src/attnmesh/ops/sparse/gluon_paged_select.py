@@ -317,9 +317,7 @@ def _select(
         candidate_keys = row_keys + (row_len + SHAPE.block)
         if not short:
             own = size <= SHAPE.wide  # every score is a group
-            threshold = _lower_bound(
-                row + gl.where(own, begin, summary), gl.where(own, size, groups), k, memory, SHAPE
-            )  # fmt: skip
+            threshold = _lower_bound(row + gl.where(own, begin, summary), gl.where(own, size, groups), k, memory, SHAPE)
             size = _gather(
                 row, row + (summary + groups), begin, end, threshold, candidate_keys + SHAPE.block, row + row_len,
                 candidate_keys, memory, SHAPE,
