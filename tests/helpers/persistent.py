@@ -68,7 +68,12 @@ def _functions() -> dict[tuple[str, str], _Function]:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
                 names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} - {node.name}
-                found[str(path), node.name] = _Function(node, {imported.get(name, (str(path), name)) for name in names})
+                mentions = {imported.get(name, (str(path), name)) for name in names}
+                for x in ast.walk(node):
+                    if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id in imported:
+                        package, module = imported[x.value.id]
+                        mentions.add((package.removesuffix(".py") + f"/{module}.py", x.attr))
+                found[str(path), node.name] = _Function(node, mentions)
     return found
 
 
