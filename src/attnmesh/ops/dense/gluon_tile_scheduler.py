@@ -25,6 +25,13 @@ Sizes = namedtuple("Sizes", "q_len kv_len q_heads group work_tiles section")
 
 
 @gluon.jit
+def as_matrix(memory, stage):
+    """A block of a tile in shared memory as a matrix: heads and rows are one dimension."""
+    ROWS: gl.constexpr = memory.shape[2] * memory.shape[3]
+    return memory.index(stage).reshape([ROWS, memory.shape[4]])
+
+
+@gluon.jit
 def locate(work_tile, sizes, SHAPE: gl.constexpr):
     """The first row, head and sequence of a work tile. Last rows come first in a section: most have the most keys."""
     TILE: gl.constexpr = _TILE_ROWS // SHAPE.pack

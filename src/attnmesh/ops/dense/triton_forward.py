@@ -20,7 +20,6 @@ from attnmesh.ops.dense.triton_tiles import (
     DenseTiles,
     ScoreTerms,
     add_product,
-    at_head,
     load_positions,
     load_rows,
     load_tile,
@@ -30,6 +29,7 @@ from attnmesh.ops.dense.triton_tiles import (
     pick_tiles,
     row_exponents,
     row_strides,
+    rows_of,
     scale_tile,
     score_keys,
     select_rows,
@@ -76,8 +76,7 @@ def forward(
     if launch is not None:
         launch(*given, *result)
     elif result.out.numel():
-        with torch.cuda.device_of(q):
-            launch = _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles, ordered)
+        launch = _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles, ordered)
         _known.add(key, launch)
     return result
 
@@ -127,9 +126,9 @@ def _forward_kernel(
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
-    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D)
-    k_head = at_head(k, k_strides, batch, head // group)
-    v_head = at_head(v, v_strides, batch, head // group)
+    q_tile = load_tile(rows_of(q, q_strides, batch, head), row_begin, q_len, True, ROWS, D)
+    kv_head = head // group
+    keys = (rows_of(k, k_strides, batch, kv_head), rows_of(v, v_strides, batch, kv_head), kv_len)
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
@@ -140,19 +139,19 @@ def _forward_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     raw_max = total + lowest
     if state_out is not None:
-        state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
-        row_max = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
+        lse_rows = rows_of(state_lse, state_lse_strides, batch, head)
+        row_max = load_rows(lse_rows, row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
         some = row_max != float("-inf")
         total = some.to(tl.float32)
         # The `out` of an empty state does not count: it may hold anything.
-        state_out_head = at_head(state_out, state_out_strides, batch, head)
-        acc = select_rows(load_tile(state_out_head, state_out_strides[2], row_begin, q_len, True, ROWS, DV), some)
+        out_rows = rows_of(state_out, state_out_strides, batch, head)
+        acc = select_rows(load_tile(out_rows, row_begin, q_len, True, ROWS, DV), some)
         raw_max = tl.where(some, row_max / factor, lowest)
 
     acc, total, raw_max = over_keys(
-        _attend, (acc, total, raw_max), (q_tile, factor), (k_head, k_strides[2], v_head, v_strides[2], kv_len),
-        (scale, softcap, slopes, q_positions, k_positions), slope, row_positions, (first, end, bounds_strides),
-        rows, row_begin, q_len, batch, CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
+        _attend, (acc, total, raw_max), (q_tile, factor), keys, (scale, softcap, slopes, q_positions, k_positions),
+        slope, row_positions, (first, end, bounds_strides), rows, row_begin, q_len, batch,
+        CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
     )  # fmt: skip
     row_max = tl.where(raw_max > lowest, raw_max * factor, float("-inf"))
     if sinks is not None:
@@ -160,9 +159,9 @@ def _forward_kernel(
         acc = scale_tile(acc, acc_scale[:, None])
     # A row without keys has total 0 and row_max -inf: out 0 / 1, lse -inf + -inf.
     result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None])
-    store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV)
-    lse_head = at_head(lse, lse_strides, batch, head)
-    store_rows(lse_head, lse_strides[2], row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
+    store_tile(rows_of(out, out_strides, batch, head), row_begin, q_len, result, ROWS, DV)
+    lse = rows_of(lse, lse_strides, batch, head)
+    store_rows(lse, row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
 
 
 @triton.jit
@@ -174,9 +173,7 @@ def _attend(
     MASKED: tl.constexpr = row_first is not None
     acc, total, raw_max = carry
     q_tile, factor = held
-    _, v_tile, scores, _ = score_keys(
-        q_tile, keys, terms, slope, row_positions, key_begin, MASKED, False, KEYS, D, DV
-    )  # fmt: skip
+    _, v_tile, scores, _ = score_keys(q_tile, keys, terms, slope, row_positions, key_begin, MASKED, False, KEYS, D, DV)
     if MASKED:
         key = key_begin + tl.arange(0, KEYS)[None, :]
         scores = tl.where((key >= row_first[:, None]) & (key < row_end[:, None]), scores, float("-inf"))
