@@ -13,10 +13,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.dense.gluon_alibi import product_layout
 from attnmesh.ops.dense.gluon_backward_memory import TILE
-from attnmesh.ops.dense.gluon_online_softmax import tanh
-from attnmesh.ops.dense.triton_tiles import LOG2_E
+from attnmesh.ops.dense.gluon_online_softmax import factor_of, tanh
 
-_TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
+_TILE = gl.constexpr(TILE)
 
 
 @gluon.jit
@@ -30,9 +29,7 @@ def weights_of(
     capped = products
     if softcap is not None:
         capped = tanh(products * (scale / softcap))
-        exponents = capped * (softcap * _LOG2_E) - row_lse[None, :]
-    else:
-        exponents = products * (scale * _LOG2_E) - row_lse[None, :]
+    exponents = capped * factor_of(scale, softcap) - row_lse[None, :]
     if memory.slopes is not None:
         # With the slope times the distance of the row, which is part of `row_lse`: see `gluon_online_softmax.softmax`.
         q_positions, origin, later_keys = work.alibi
@@ -129,35 +126,29 @@ def leave(part, scale, HALF: gl.constexpr, uses, memory, barriers):
 def add_sums(acc_k, acc_v, grads, scale, work, key_begin, SHAPE: gl.constexpr, layout: gl.constexpr = None):
     """Adds the sums, block by block of columns, to the gradients of 64 keys and values, or overwrites them."""
     grad_k, grad_k_strides, grad_v, grad_v_strides = grads
-    _add_blocks(grad_k, grad_k_strides, acc_k, scale, work, key_begin, SHAPE.d, SHAPE, layout)
-    _add_blocks(grad_v, grad_v_strides, acc_v, None, work, key_begin, SHAPE.dv, SHAPE, layout)
+    _add_blocks(grad_k, grad_k_strides, acc_k, scale, work, key_begin, SHAPE.k_block, SHAPE.d, SHAPE, layout)
+    _add_blocks(grad_v, grad_v_strides, acc_v, None, work, key_begin, SHAPE.v_block, SHAPE.dv, SHAPE, layout)
 
 
 @gluon.jit
 def _add_blocks(
-    grad, strides, sums, scale, work, key_begin, D: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr
+    grad, strides, sums, scale, work, key_begin, WIDTH: gl.constexpr, D: gl.constexpr, SHAPE: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
+    grid: gl.constexpr = layout or product_layout(WIDTH)
     if grad is not None:
         for i in gl.static_range(len(sums)):
             block = sums[i]
             if scale is not None:
                 block = block * scale
-            _add_block(grad, strides, block, work, key_begin, i * block.shape[1], D, SHAPE, layout)
-
-
-@gluon.jit
-def _add_block(
-    grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    grid: gl.constexpr = layout or product_layout(x.shape[1])
-    key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
-    column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
-    of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
-    pointers = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
-    real = (key < work.kv_len)[:, None] & (column < D)
-    if SHAPE.atomic:
-        gl.atomic_add(pointers, x, mask=real, sem="relaxed")
-    elif SHAPE.overwrite:
-        gl.store(pointers, x.to(grad.dtype.element_ty), mask=real)
-    else:
-        gl.store(pointers, gl.load(pointers, mask=real, other=0.0) + x, mask=real)
+            key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
+            column = i * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))[None, :]
+            of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
+            pointers = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
+            real = (key < work.kv_len)[:, None] & (column < D)
+            if SHAPE.atomic:
+                gl.atomic_add(pointers, block, mask=real, sem="relaxed")
+            elif SHAPE.overwrite:
+                gl.store(pointers, block.to(grad.dtype.element_ty), mask=real)
+            else:
+                gl.store(pointers, gl.load(pointers, mask=real, other=0.0) + block, mask=real)

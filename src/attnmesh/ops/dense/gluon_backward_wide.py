@@ -164,10 +164,7 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, grads, scal
         # joined with it.)
         if ROUNDS == 0:
             mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
-        if softcap is not None:
-            memory.weights.index(0).store(weights * (1.0 - capped * capped))
-        else:
-            memory.weights.index(0).store(weights)
+        memory.weights.index(0).store(weights if softcap is None else weights * (1.0 - capped * capped))
         mbarrier.arrive(barriers.weights_ready.index(0), count=1)
         if ROUNDS > 1:
             parts = parts + _start_grad_q(memory, drift, 1, ROUNDS - 1, SHAPE)

@@ -158,20 +158,10 @@ def pick_tiles(key_dim: int, value_dim: int) -> GluonTiles:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    bounds: tuple[Tensor, Tensor] | Bounds | None,
-    state: State | None,
-    out_dtype: torch.dtype,
-    terms: ScoreTerms = PLAIN,
-    sinks: Tensor | None = None,
-    tiles: GluonTiles | None = None,
-    pack: int | None = None,
-) -> State:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | Bounds | None,
+    state: State | None, out_dtype: torch.dtype, terms: ScoreTerms = PLAIN, sinks: Tensor | None = None,
+    tiles: GluonTiles | None = None, pack: int | None = None,
+) -> State:  # fmt: skip
     """`triton_forward.forward` for 16-bit inputs on Hopper; see `why_not`.
 
     `pack` is the number of heads of a group that share a tile; by default 1, or more where rows are few.

@@ -78,17 +78,12 @@ def rescale(acc, factor, SELECT: gl.constexpr = False):
     """The rows of all blocks times a factor. If SELECT, a factor of 0 makes 0 of anything, even of NaN."""
     result = ()
     for i in gl.static_range(len(acc)):
-        result = result + (_times(acc[i], factor, SELECT),)
+        column = gl.convert_layout(factor, gl.SliceLayout(1, product_layout(acc[i].shape[1])))[:, None]
+        product = acc[i] * column
+        if SELECT:
+            product = gl.where(column != 0.0, product, 0.0)
+        result = result + (product,)
     return result
-
-
-@gluon.jit
-def _times(block, factor, SELECT: gl.constexpr):
-    column = gl.convert_layout(factor, gl.SliceLayout(1, product_layout(block.shape[1])))[:, None]
-    product = block * column
-    if SELECT:
-        product = gl.where(column != 0.0, product, 0.0)
-    return product
 
 
 @gluon.jit

@@ -149,9 +149,7 @@ def _with_sink(total, row_max, sink):
 
 
 @gluon.jit
-def _store_block(
-    out, strides, memory, acc, place, INDEX: gl.constexpr, BLOCK: gl.constexpr, SHAPE: gl.constexpr
-):  # fmt: skip
+def _store_block(out, strides, memory, acc, place, INDEX: gl.constexpr, BLOCK: gl.constexpr, SHAPE: gl.constexpr):
     WIDTH: gl.constexpr = acc[BLOCK].shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     if SHAPE.staged:  # no shared memory is left for a change of layout but this

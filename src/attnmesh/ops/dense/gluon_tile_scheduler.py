@@ -61,12 +61,9 @@ def key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexp
             some = row_first < row_end
             begin = gl.min(gl.where(some, row_first, sizes.kv_len), 0)
             stop = gl.max(gl.where(some, row_end, 0), 0)
-    elif SHAPE.causal:
-        begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = row_begin + 1, row_stop
     else:
         begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = sizes.kv_len, sizes.kv_len
+        full_end, stop = (row_begin + 1, row_stop) if SHAPE.causal else (sizes.kv_len, sizes.kv_len)
     begin = begin // KEYS * KEYS
     inner = gl.maximum(gl.minimum((full_begin + KEYS - 1) // KEYS * KEYS, stop), begin)
     edge = gl.maximum(gl.minimum(full_end, stop) // KEYS * KEYS, inner)

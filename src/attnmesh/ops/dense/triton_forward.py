@@ -75,29 +75,18 @@ def forward(
         result = new_state(q, v.shape[3], out_dtype)
     if launch is not None:
         launch(*given, *result)
-    elif result.out.numel():
-        launch = _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles, ordered)
-        _known.add(key, launch)
-    return result
-
-
-_known: Recent[Launch] = Recent()
-
-
-def _first_launch(
-    q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, terms: ScoreTerms,
-    result: State, scale: float, causal: bool, tiles: DenseTiles | None, ordered: bool,
-) -> Launch:  # fmt: skip
+        return result
+    if not result.out.numel():
+        return result
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    state_out, state_lse = state or (None, None)
     table = FORWARD_TILES if visible.first is None else BOUNDED_FORWARD_TILES
     tiles = tiles or pick_tiles(table, q, v, held=("q",))
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
     # Without keys the loops are empty and the state passes through.
-    return prepare(
+    launch = prepare(
         _forward_kernel, (triton.cdiv(q_len, tiles.rows) * batch * q_heads,),
         (
             q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
@@ -105,10 +94,14 @@ def _first_launch(
             result.out, out_strides, result.lse, result.lse.stride(),
             sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, terms.softcap, *terms[1:4],
         ),
-        (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:4], *result),
-        CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=key_dim, DV=value_dim,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        (*given, *result), CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys,
+        D=key_dim, DV=value_dim, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    _known.add(key, launch)
+    return result
+
+
+_known: Recent[Launch] = Recent()
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -248,10 +248,10 @@ def row_strides(**tensors: Tensor | None) -> list[tuple[int, int, int]]:
 
 
 @triton.jit
-def locate(tile_count, heads):
-    """The (tile, head, batch) of this program. Tiles of one head are adjacent and share its keys in L2."""
+def locate(inner, middle):
+    """Of this program, such as the (tile, head, batch): tiles of one head are adjacent and share its keys in L2."""
     program = tl.program_id(0)
-    return program % tile_count, program // tile_count % heads, program // (tile_count * heads)
+    return program % inner, program // inner % middle, program // (inner * middle)
 
 
 @triton.jit
@@ -386,12 +386,8 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
 
     Positions belong to the two dimensions of the products, in float32. EXACT is for float32 inputs.
     """
-    if softcap is not None:
-        capped = tanh(products * (scale / softcap), EXACT)
-        scores = capped * (softcap * _LOG2_E)
-    else:
-        capped = products
-        scores = products * (scale * _LOG2_E)
+    capped = products if softcap is None else tanh(products * (scale / softcap), EXACT)
+    scores = capped * ((scale if softcap is None else softcap) * _LOG2_E)
     if slope is not None:
         scores -= (slope * _LOG2_E) * tl.abs(left_positions[:, None] - right_positions[None, :])
     return scores, capped

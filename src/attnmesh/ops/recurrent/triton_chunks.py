@@ -36,17 +36,10 @@ so that no step waits for shared memory to pass on the result of the step before
 import triton
 import triton.language as tl
 
-from attnmesh.ops.dense.triton_tiles import at_head, rows_of, tile_pointers
+from attnmesh.ops.dense.triton_tiles import at_head, locate, rows_of, tile_pointers
 
 SIZES = ["length", "chunks", "heads", "groups", "splits"]  # not specialized: other sizes would compile anew
 _LOWEST = tl.constexpr(-87.0)  # the logarithm of the smallest float32
-
-
-@triton.jit
-def place(heads, chunks):
-    """The (head, chunk, batch) of this program. Heads that read the same keys are adjacent."""
-    program = tl.program_id(0)
-    return program % heads, program // heads % chunks, program // (heads * chunks)
 
 
 @triton.jit
@@ -181,7 +174,7 @@ def prepare_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a chunk needs no state for: p, w [C, K], u [V, C], and the decays. `t` is None if nobody reads it."""
-    head, chunk, batch = place(heads, chunks)
+    head, chunk, batch = locate(heads, chunks)  # heads that read the same keys are adjacent
     group, begin = head // (heads // groups), chunk * C
     number = (batch * heads + head) * chunks + chunk
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -221,12 +214,6 @@ def prepare_kernel(
     tl.store(block_pointers(p, number, C, C), (scale * products * _decays_between(logs, C, EXACT)).to(dtype))
 
 
-@triton.jit
-def _earlier_and_later(by_from_start, by_to_end):
-    """The gradient of each logarithm, from the gradients of the sums up to a position and of the sums after it."""
-    return tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end
-
-
 @triton.jit(do_not_specialize=SIZES)
 def gradients_kernel(
     q, q_strides, k, k_strides, v, v_strides, g, g_strides, beta, beta_strides, ages, age_stride,
@@ -240,7 +227,7 @@ def gradients_kernel(
     Those of q and k are sums over a share of the heads of a group, [splits, B, G, S, K]. With DELTA,
     `delta_gradients_kernel` adds to the gradients of k and g, and computes the others.
     """
-    share, chunk, rest = place(splits, chunks)
+    share, chunk, rest = locate(splits, chunks)
     group, batch = rest % groups, rest // groups
     begin, ratio = chunk * C, heads // groups
     near = tl.arange(0, C)
@@ -293,7 +280,8 @@ def gradients_kernel(
                 store_positions(given_rows, begin, length, by_given, C, V, BV, block * BV)
         if skip is not None:
             tl.store(by_skip + number, by_weight)
-        by_logs = _earlier_and_later(by_from_start, by_to_end) + decay * by_decay
+        # Each logarithm is in the sums up to later positions, in those after earlier ones, and in that of the chunk.
+        by_logs = tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end + decay * by_decay
         by_between = by_p * tl.load(block_pointers(p, number, C, C)).to(tl.float32)
         if EXACT:
             later = near[:, None] > near[None, :]
@@ -327,7 +315,7 @@ def delta_gradients_kernel(
 
     The gradient of t, [j, i], is that of its transpose.
     """
-    share, chunk, rest = place(splits, chunks)
+    share, chunk, rest = locate(splits, chunks)
     group, batch = rest % groups, rest // groups
     begin, ratio = chunk * C, heads // groups
     near = tl.arange(0, C)
