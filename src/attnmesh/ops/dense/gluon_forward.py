@@ -466,6 +466,7 @@ def _attend(
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
+        place = (batch, head, row_begin, sizes)  # as in the last record: the compiler does not know that it is the same
         row_max = row_max_of(raw_max, factor)
         if alibi[0] is not None:
             row_max -= slopes * row_distances * factor  # type: ignore[operator]
