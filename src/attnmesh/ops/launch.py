@@ -83,14 +83,14 @@ def signature(*tensors: Tensor | None) -> tuple[Any, ...]:
 def prepare(
     kernel: Any, grid: tuple[int, ...], args: Sequence[Any], tensors: Sequence[Tensor | None], **options: Any
 ) -> Launch:
-    """Launch `kernel[grid](*args, **options)`, and return what repeats it with other tensors.
+    """Launch `kernel[grid](*args, **options)` on the device of the tensors, and return what repeats it with others.
 
     `tensors` are all those in `args`, as they are, as views, or in descriptors. Raises ValueError for one that is not
     among them: its address would be that of the first call for ever.
     """
     tensor_args = _tensor_args(args, tensors)
-    compiled = kernel[grid](*args, **options)
-    return Launch(kernel, grid, tuple(args), tensor_args, options, compiled)
+    with torch.cuda.device_of(next(x for x in tensors if x is not None)):
+        return Launch(kernel, grid, tuple(args), tensor_args, options, kernel[grid](*args, **options))
 
 
 def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequence[Any], **options: Any) -> None:
@@ -120,8 +120,7 @@ def repeat(known: Recent[Launch], kernel: Any, grid: tuple[int, ...], args: Sequ
     if launch is not None:
         launch(*tensors)
         return
-    with torch.cuda.device_of(tensors[0]):
-        known.add(key, prepare(kernel, grid, args, tensors, **options))
+    known.add(key, prepare(kernel, grid, args, tensors, **options))
 
 
 class _TensorArg(NamedTuple):

@@ -98,16 +98,15 @@ def add(
         return result
     strides = row_strides(**{f"parts[{i}]": x for i, (x, *_) in enumerate(addends)})
     (result_strides,) = row_strides(result=result)
-    with torch.cuda.device_of(result):
-        launch = prepare(
-            _add_kernel, (programs,),
-            (
-                *tensors[:-1], *[None] * (MAX_PARTS + 1 - len(addends)), tuple(strides),
-                *_ranges([(x.shape, row, first) for x, row, first in addends]),
-                result, result_strides, rows.start, rows.stop, sequences.start, heads,
-            ),
-            tensors, PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=tile, num_warps=4,
-        )  # fmt: skip
+    launch = prepare(
+        _add_kernel, (programs,),
+        (
+            *tensors[:-1], *[None] * (MAX_PARTS + 1 - len(addends)), tuple(strides),
+            *_ranges([(x.shape, row, first) for x, row, first in addends]),
+            result, result_strides, rows.start, rows.stop, sequences.start, heads,
+        ),
+        tensors, PARTS=len(addends), D=head_dim, BLOCK_D=padded(head_dim), ROWS=tile, num_warps=4,
+    )  # fmt: skip
     _launches.add(key, launch)
     return result
 
@@ -182,8 +181,8 @@ def _accumulate_kernel(
         at_head(result_out, result_out_strides, batch, head), result_out_strides[2], row_begin, ROWS, BLOCK_D
     )
     tl.store(pointers, acc.to(result_out.dtype.element_ty), mask=tile_mask(row_begin, stop, ROWS, D, BLOCK_D))
-    result_lse_head = at_head(result_lse, result_lse_strides, batch, head)
-    store_rows(result_lse_head, result_lse_strides[2], row_begin, stop, row_max + tl.log(weight), ROWS)
+    lse_rows = (at_head(result_lse, result_lse_strides, batch, head), result_lse_strides[2])
+    store_rows(lse_rows, row_begin, stop, row_max + tl.log(weight), ROWS)
 
 
 @triton.jit
@@ -300,11 +299,10 @@ def merge_states(states: Sequence[State], key: Hashable) -> State:
         rows, width = lse.numel(), out.shape[-1]
         tile = _rows_per_program(width)
         args = (*tensors, *[None] * (2 * (MAX_STATES - len(states))), out, lse, rows)
-        with torch.cuda.device_of(out):
-            launch = prepare(
-                _merge_states_kernel, (cdiv(rows, tile),), args, (*tensors, out, lse), STATES=len(states), D=width,
-                BLOCK_D=padded(width), ROWS=tile, num_warps=4,
-            )  # fmt: skip
+        launch = prepare(
+            _merge_states_kernel, (cdiv(rows, tile),), args, (*tensors, out, lse), STATES=len(states), D=width,
+            BLOCK_D=padded(width), ROWS=tile, num_warps=4,
+        )  # fmt: skip
         _launches.add(key, launch)
     return State(out, lse)
 

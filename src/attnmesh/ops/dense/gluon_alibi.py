@@ -11,6 +11,7 @@ one multiply-add.
 """
 
 # mypy: disable-error-code="assignment"
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -18,6 +19,12 @@ from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 ROWS = 64  # of a group of warps: the rows of one matrix instruction
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
+
+
+@triton.constexpr_function
+def product_layout(columns):
+    """The layout in which the four warps of a group have the products of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -49,24 +56,26 @@ def has_later_keys(alibi, tile_begin, edge, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def key_distances(memory, alibi, step, tile_begin, key_begin, SHAPE: gl.constexpr, grid: gl.constexpr):
+def key_distances(memory, alibi, step, tile_begin, key_begin, SHAPE: gl.constexpr):
     """The distances of a tile of keys from the first row of the work tile, [1, keys]; None without slopes."""
     near = None
     if SHAPE.even:
         even = alibi[3]
-        near = _even(_tile_distance(even, tile_begin, key_begin), 1.0 * even[0], SHAPE.keys, grid)
+        near = _even(_tile_distance(even, tile_begin, key_begin), 1.0 * even[0], SHAPE.keys)
     elif memory.distances is not None:
-        near = memory.distances.index(step % (SHAPE.stages + 1)).load(gl.SliceLayout(0, grid))[None, :]
+        near = memory.distances.index(step % (SHAPE.stages + 1)).load(gl.SliceLayout(0, product_layout(SHAPE.keys)))[
+            None, :
+        ]
     return near
 
 
 @gluon.jit
-def first_scores(alibi, slopes, near, tile_begin, key_begin, SHAPE: gl.constexpr, grid: gl.constexpr):
+def first_scores(alibi, slopes, near, tile_begin, key_begin, SHAPE: gl.constexpr):
     """What the products of a tile begin from: its terms."""
     if SHAPE.even:
         even = alibi[3]
         first = slopes * _tile_distance(even, tile_begin, key_begin)
-        scores = _even(first[:, None], (slopes * even[0])[:, None], SHAPE.keys, grid)
+        scores = _even(first[:, None], (slopes * even[0])[:, None], SHAPE.keys)
     else:
         scores = slopes[:, None] * near
     return scores
@@ -91,9 +100,9 @@ def _key_position(even, keys):
 
 
 @gluon.jit
-def _even(first, step, KEYS: gl.constexpr, grid: gl.constexpr):
+def _even(first, step, KEYS: gl.constexpr):
     """`first + step * key` for the keys of a tile."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, grid))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, product_layout(KEYS)))
     of_lane = first + step * (key & 6).to(gl.float32)[None, :]
     # `fma`, since the compiler would hold products of steps and constants in registers.
     return gl.fma(step, (key & (KEYS - 7)).to(gl.float32)[None, :], of_lane)

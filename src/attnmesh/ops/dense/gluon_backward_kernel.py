@@ -49,6 +49,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnmesh.ops.dense.gluon_alibi import product_layout
 from attnmesh.ops.dense.gluon_backward_memory import (
     TILE,
     Barriers,
@@ -66,6 +67,7 @@ from attnmesh.ops.dense.gluon_backward_steps import (
     add_products,
     add_sums,
     finish,
+    grad_scores_of,
     leave,
     score,
     weights_of,
@@ -117,14 +119,13 @@ def backward_kernel(
     work = Work(
         batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, steps, q_len, kv_len, alibi
     )  # fmt: skip
+    grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
     if steps <= 0:
         if SHAPE.overwrite:
             grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
             no_k, no_v = zero_blocks(K_BLOCK, SHAPE.k_blocks, grid), zero_blocks(V_BLOCK, SHAPE.v_blocks, grid)
             for half in gl.static_range(HALVES):
-                keys = key_begin + half * _TILE
-                add_sums(grad_k, grad_k_strides, no_k, None, work, keys, SHAPE.d, SHAPE, grid)
-                add_sums(grad_v, grad_v_strides, no_v, None, work, keys, SHAPE.dv, SHAPE, grid)
+                add_sums(no_k, no_v, grads, None, work, key_begin + half * _TILE, SHAPE, grid)
         return
 
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -185,20 +186,12 @@ def backward_kernel(
         before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count)
         turns = Turns(of_batch, row_tiles, key_begin // (2 * _TILE), before, before_stop)
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions)
-    grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
-    if SHAPE.shared_keys:
+    if SHAPE.shared_keys or SHAPE.halved:
         gl.warp_specialize(
-            [(differentiate_values, (memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (differentiate_keys, (memory, barriers, work, grads, scale, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
-             (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
-            [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
-        )  # fmt: skip
-    elif SHAPE.halved:
-        gl.warp_specialize(
-            [(differentiate_by_half, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (differentiate_by_half, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
+            [(differentiate_values if SHAPE.shared_keys else differentiate_by_half,
+              (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
+             (differentiate_keys if SHAPE.shared_keys else differentiate_by_half,
+              (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
              (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
              (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
              (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
@@ -269,22 +262,15 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
     PAIRED: gl.constexpr = SHAPE.paired
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    K_BLOCK: gl.constexpr = SHAPE.k_block
-    V_BLOCK: gl.constexpr = SHAPE.v_block
     Q_BLOCK: gl.constexpr = SHAPE.q_block
     UNDER_WAY: gl.constexpr = V_BLOCKS if SHAPE.scores else 0  # products that start behind the scores
-    dtype: gl.constexpr = memory.k.dtype
-    grad_k, grad_k_strides, grad_v, grad_v_strides = grads
-    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
-    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
-    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_BLOCK, 16])
-    q_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, Q_BLOCK, 16])
+    score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
     my_keys = work.key_begin + HALF * _TILE
-    acc_k = zero_blocks(K_BLOCK, K_BLOCKS if SHAPE.scores else 0, k_grid)
-    acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
-    no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, q_grid)
+    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS if SHAPE.scores else 0)
+    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
+    no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, product_layout(Q_BLOCK))
     row = work.start
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -305,10 +291,10 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
                 tile = HALF if PAIRED else drift + HALF
-                products = score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held, score_grid)
+                products = score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held)
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held, score_grid)
+                grad_weights = score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held)
             row_lse = memory.lse.index(stage).load(across)
             if within == 0:
                 products = warpgroup_mma_wait(UNDER_WAY, [products])
@@ -324,21 +310,15 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
             if SHAPE.ordered:
                 row = ordered_row(step, work)
-            weights, capped = weights_of(
-                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid
-            )
+            weights, capped = weights_of(products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE)
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
-                acc_v = add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS)
+                acc_v = add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS)
             if SHAPE.scores:
                 row_delta = memory.delta.index(stage).load(across)
                 grad_weights = warpgroup_mma_wait(V_BLOCKS if SHAPE.values else 0, [grad_weights])
-                grad_scores = weights * (grad_weights - row_delta[None, :])
-                if softcap is not None:
-                    grad_scores = grad_scores * (1.0 - capped * capped)
-                ds = grad_scores.to(dtype)
+                ds = grad_scores_of(weights, grad_weights, row_delta, capped, softcap).to(memory.k.dtype)
                 # Of every step, or of two steps at a time: then each consumer has the rows of one.
                 ds_stage = step % 2
                 if SHAPE.needs_q:
@@ -363,7 +343,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                                 right = right.slice(HALF * Q_BLOCK, Q_BLOCK, dim=1)
                             part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
                         parts = parts + (part,)
-                ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
                 acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     for i in gl.static_range(K_BLOCKS):
@@ -382,7 +361,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held, score_grid)
+                products = score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held)
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = finish(2 * K_BLOCKS, acc_v)
             row = next_row(row, work)
@@ -394,5 +373,4 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             acc_v = finish(0, acc_v)
         mbarrier.arrive(barriers.q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
-    add_sums(grad_k, grad_k_strides, acc_k, scale, work, my_keys, SHAPE.d, SHAPE, k_grid)
-    add_sums(grad_v, grad_v_strides, acc_v, None, work, my_keys, SHAPE.dv, SHAPE, v_grid)
+    add_sums(acc_k, acc_v, grads, scale, work, my_keys, SHAPE)

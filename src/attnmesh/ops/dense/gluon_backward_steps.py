@@ -11,26 +11,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnmesh.ops.dense.gluon_alibi import product_layout
 from attnmesh.ops.dense.gluon_backward_memory import TILE
-from attnmesh.ops.dense.gluon_online_softmax import tanh
-from attnmesh.ops.dense.triton_tiles import LOG2_E
+from attnmesh.ops.dense.gluon_online_softmax import factor_of, tanh
 
-_TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
+_TILE = gl.constexpr(TILE)
 
 
 @gluon.jit
 def weights_of(
-    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr, grid: gl.constexpr,
+    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr,
     FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE,
 ):  # fmt: skip
     """The weights of 64 keys for (some of) the rows of a stage, and the tanh of the scores if they are capped."""
+    grid: gl.constexpr = product_layout(ROWS)
     across: gl.constexpr = gl.SliceLayout(0, grid)
     capped = products
     if softcap is not None:
         capped = tanh(products * (scale / softcap))
-        exponents = capped * (softcap * _LOG2_E) - row_lse[None, :]
-    else:
-        exponents = products * (scale * _LOG2_E) - row_lse[None, :]
+    exponents = capped * factor_of(scale, softcap) - row_lse[None, :]
     if memory.slopes is not None:
         # With the slope times the distance of the row, which is part of `row_lse`: see `gluon_online_softmax.softmax`.
         q_positions, origin, later_keys = work.alibi
@@ -58,21 +57,33 @@ def weights_of(
 
 
 @gluon.jit
-def zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, grid: gl.constexpr):
-    """Sums of no rows, for each block of columns."""
+def grad_scores_of(weights, grad_weights, row_delta, capped, softcap):
+    """The gradients of scores, from the weights and their gradients."""
+    grad_scores = weights * (grad_weights - row_delta[None, :])
+    if softcap is not None:
+        grad_scores = grad_scores * (1.0 - capped * capped)
+    return grad_scores
+
+
+@gluon.jit
+def zero_blocks(WIDTH: gl.constexpr, BLOCKS: gl.constexpr, layout: gl.constexpr = None):
+    """Sums of no rows, for each block of columns; in the layout of products, if there is no other."""
     result = ()
     for _ in gl.static_range(BLOCKS):
-        result = result + (gl.zeros([_TILE, WIDTH], gl.float32, grid),)
+        result = result + (gl.zeros([_TILE, WIDTH], gl.float32, layout or product_layout(WIDTH)),)
     return result
 
 
 @gluon.jit
 def score(
-    left, tile, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, grid: gl.constexpr,
-    FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE,
+    left, tile, right, stage, BLOCKS: gl.constexpr, HELD: gl.constexpr, FIRST: gl.constexpr = 0,
+    ROWS: gl.constexpr = TILE,
 ):  # fmt: skip
-    """Starts the products of 64 keys, or values, with (some of) the rows of a stage, over all blocks of columns."""
-    result = gl.zeros([_TILE, ROWS], gl.float32, grid)
+    """Starts the products of 64 keys, or values, with (some of) the rows of a stage, over all blocks of columns.
+
+    If HELD, `left` is in registers.
+    """
+    result = gl.zeros([_TILE, ROWS], gl.float32, product_layout(ROWS))
     for i in gl.static_range(BLOCKS):
         rows = right.index(stage * BLOCKS + i).slice(FIRST, ROWS).permute([1, 0])
         if HELD:
@@ -83,10 +94,9 @@ def score(
 
 
 @gluon.jit
-def add_products(
-    acc, left, right, stage, BLOCKS: gl.constexpr, FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE
-):  # fmt: skip
-    """Starts acc + left @ right, for each block of columns."""
+def add_products(acc, left, right, stage, BLOCKS: gl.constexpr, FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE):
+    """Starts acc + left @ right, for each block of columns, with `left` in registers."""
+    left = gl.convert_layout(left.to(right.dtype), gl.DotOperandLayout(0, product_layout(right.shape[2]), 2))
     result = ()
     for i in gl.static_range(BLOCKS):
         rows = right.index(stage * BLOCKS + i).slice(FIRST, ROWS)
@@ -113,30 +123,32 @@ def leave(part, scale, HALF: gl.constexpr, uses, memory, barriers):
 
 
 @gluon.jit
-def add_sums(
-    grad, strides, sums, scale, work, key_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr
+def add_sums(acc_k, acc_v, grads, scale, work, key_begin, SHAPE: gl.constexpr, layout: gl.constexpr = None):
+    """Adds the sums, block by block of columns, to the gradients of 64 keys and values, or overwrites them."""
+    grad_k, grad_k_strides, grad_v, grad_v_strides = grads
+    _add_blocks(grad_k, grad_k_strides, acc_k, scale, work, key_begin, SHAPE.k_block, SHAPE.d, SHAPE, layout)
+    _add_blocks(grad_v, grad_v_strides, acc_v, None, work, key_begin, SHAPE.v_block, SHAPE.dv, SHAPE, layout)
+
+
+@gluon.jit
+def _add_blocks(
+    grad, strides, sums, scale, work, key_begin, WIDTH: gl.constexpr, D: gl.constexpr, SHAPE: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Adds the sums, block by block of columns, to the gradients of 64 keys, or overwrites them."""
+    grid: gl.constexpr = layout or product_layout(WIDTH)
     if grad is not None:
         for i in gl.static_range(len(sums)):
             block = sums[i]
             if scale is not None:
                 block = block * scale
-            _add_block(grad, strides, block, work, key_begin, i * block.shape[1], D, SHAPE, grid)
-
-
-@gluon.jit
-def _add_block(
-    grad, strides, x, work, key_begin, column_begin, D: gl.constexpr, SHAPE: gl.constexpr, grid: gl.constexpr
-):  # fmt: skip
-    key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
-    column = column_begin + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
-    of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
-    pointers = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
-    real = (key < work.kv_len)[:, None] & (column < D)
-    if SHAPE.atomic:
-        gl.atomic_add(pointers, x, mask=real, sem="relaxed")
-    elif SHAPE.overwrite:
-        gl.store(pointers, x.to(grad.dtype.element_ty), mask=real)
-    else:
-        gl.store(pointers, gl.load(pointers, mask=real, other=0.0) + x, mask=real)
+            key = key_begin + gl.arange(0, _TILE, layout=gl.SliceLayout(1, grid))
+            column = i * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))[None, :]
+            of_head = grad + work.batch.to(gl.int64) * strides[0] + work.kv_head.to(gl.int64) * strides[1]
+            pointers = (of_head + key.to(gl.int64) * strides[2])[:, None] + column
+            real = (key < work.kv_len)[:, None] & (column < D)
+            if SHAPE.atomic:
+                gl.atomic_add(pointers, block, mask=real, sem="relaxed")
+            elif SHAPE.overwrite:
+                gl.store(pointers, block.to(grad.dtype.element_ty), mask=real)
+            else:
+                gl.store(pointers, gl.load(pointers, mask=real, other=0.0) + block, mask=real)

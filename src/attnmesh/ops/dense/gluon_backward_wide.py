@@ -11,11 +11,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnmesh.ops.dense.gluon_alibi import product_layout
 from attnmesh.ops.dense.gluon_backward_memory import TILE, next_row
 from attnmesh.ops.dense.gluon_backward_steps import (
     add_products,
     add_sums,
     finish,
+    grad_scores_of,
     leave,
     score,
     weights_of,
@@ -33,23 +35,16 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     each before it adds to the sums: a block leaves registers while these products run.
     """
     STAGES: gl.constexpr = SHAPE.stages
-    K_BLOCK: gl.constexpr = SHAPE.k_block
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
-    V_BLOCK: gl.constexpr = SHAPE.v_block
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     FIRST: gl.constexpr = HALF * (K_BLOCKS // 2)  # of the blocks of grad_q, two of them the second consumer's
     ROUNDS: gl.constexpr = 1 + HALF if SHAPE.needs_q else 0
     ROWS: gl.constexpr = _TILE // 2
-    dtype: gl.constexpr = memory.k.dtype
-    grad_k, grad_k_strides, grad_v, grad_v_strides = grads
-    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
-    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_BLOCK, 16])
-    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+    across: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
 
     my_keys = work.key_begin + HALF * _TILE
-    acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
-    acc_v = zero_blocks(V_BLOCK, V_BLOCKS, v_grid)
+    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS)
+    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -60,9 +55,9 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
         step = origin + turn
         stage = step % STAGES
         mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, 0, ROWS)
+        products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, 0, ROWS)
         mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)
-        grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, 0, ROWS)
+        grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, 0, ROWS)
         for half in gl.static_range(2):
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
             if half == 0:
@@ -74,15 +69,11 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
                 acc_k = finished[1 : 1 + K_BLOCKS]
                 acc_v = finished[1 + K_BLOCKS :]
             weights, capped = weights_of(
-                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, score_grid,
-                half * ROWS, ROWS,
+                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, half * ROWS, ROWS
             )  # fmt: skip
             row_delta = memory.delta.index(stage).slice(half * ROWS, ROWS).load(across)
             grad_weights = warpgroup_mma_wait(0, [grad_weights])
-            grad_scores = weights * (grad_weights - row_delta[None, :])
-            if softcap is not None:
-                grad_scores = grad_scores * (1.0 - capped * capped)
-            ds = grad_scores.to(dtype)
+            ds = grad_scores_of(weights, grad_weights, row_delta, capped, softcap).to(memory.k.dtype)
             if SHAPE.needs_q:
                 if half == 0:
                     # The ds of the last step is ready, and both have multiplied the one before, which this overwrites.
@@ -90,11 +81,9 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
                     mbarrier.wait(barriers.ds_ready.index(0), step & 1 ^ 1)
                 memory.ds.index(2 * (step % 2) + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
             if half < ROUNDS:
-                part = _exchanged(memory, drift, (step + 1) % 2, FIRST + half, K_BLOCK, K_BLOCKS)
+                part = _exchanged(memory, drift, (step + 1) % 2, FIRST + half, SHAPE)
             # grad_v not before ds: there are no registers for the weights in both precisions.
-            left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
-            acc_v = add_products(acc_v, left, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
-            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
+            acc_v = add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
             acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
             if half < ROUNDS:
                 part = warpgroup_mma_wait(K_BLOCKS + V_BLOCKS, [part])
@@ -105,10 +94,8 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
                 leave(part * scale, None, HALF, step * ROUNDS + half, memory, barriers)
             drift = drift * 2
             if half == 0:
-                products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, score_grid, ROWS, ROWS)
-                grad_weights = score(
-                    memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, score_grid, ROWS, ROWS
-                )
+                products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, ROWS, ROWS)
+                grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, ROWS, ROWS)
         # The compiler would serialize products that are under way from one turn to the next.
         finished = warpgroup_mma_wait(0, acc_k + acc_v)
         acc_k = finished[:K_BLOCKS]
@@ -118,43 +105,37 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     if SHAPE.needs_q:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1 ^ 1)
         for i in gl.static_range(ROUNDS):
-            part = _exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, K_BLOCK, K_BLOCKS)
+            part = _exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, SHAPE)
             part = warpgroup_mma_wait(0, [part])
             leave(part * scale, None, HALF, work.steps * ROUNDS + i, memory, barriers)
-    add_sums(grad_k, grad_k_strides, acc_k, scale, work, my_keys, SHAPE.d, SHAPE, k_grid)
-    add_sums(grad_v, grad_v_strides, acc_v, None, work, my_keys, SHAPE.dv, SHAPE, v_grid)
+    add_sums(acc_k, acc_v, grads, scale, work, my_keys, SHAPE)
 
 
 @gluon.jit
-def _exchanged(memory, drift, which, BLOCK: gl.constexpr, K_BLOCK: gl.constexpr, K_BLOCKS: gl.constexpr):
+def _exchanged(memory, drift, which, BLOCK: gl.constexpr, SHAPE: gl.constexpr):
     """Starts a block of columns of grad_q for the rows of a step: ds of both consumers, times k."""
-    part = gl.zeros([_TILE, K_BLOCK], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16]))
+    K_BLOCK: gl.constexpr = SHAPE.k_block
+    part = gl.zeros([_TILE, K_BLOCK], gl.float32, product_layout(K_BLOCK))
     for half in gl.static_range(2):
         left = memory.ds.index(2 * which + half).permute([1, 0])
-        right = memory.k.index((drift + half) * K_BLOCKS + BLOCK)
+        right = memory.k.index((drift + half) * SHAPE.k_blocks + BLOCK)
         part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
     return part
 
 
 @gluon.jit
-def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+def differentiate_values(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
     """The weights of 64 keys, which the other consumer gets, their grad_v, and some columns of grad_q.
 
     grad_q is of the previous step: its ds is ready while the weights are computed.
     """
     STAGES: gl.constexpr = SHAPE.stages
     GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
-    K_BLOCKS: gl.constexpr = SHAPE.k_blocks
-    V_BLOCK: gl.constexpr = SHAPE.v_block
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    ROUNDS: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
-    dtype: gl.constexpr = memory.k.dtype
-    _, _, grad_v, grad_v_strides = grads
-    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
-    v_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_BLOCK, 16])
-    across: gl.constexpr = gl.SliceLayout(0, score_grid)
+    ROUNDS: gl.constexpr = SHAPE.k_blocks // 2 if SHAPE.needs_q else 0
+    across: gl.constexpr = gl.SliceLayout(0, product_layout(_TILE))
 
-    acc_v = zero_blocks(V_BLOCK, V_BLOCKS if SHAPE.values else 0, v_grid)
+    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -164,16 +145,14 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
         step = origin + turn
         stage = step % STAGES
         mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        products = score(memory.k, drift, memory.q, stage, K_BLOCKS, False, score_grid)
+        products = score(memory.k, drift, memory.q, stage, SHAPE.k_blocks, False)
         row_lse = memory.lse.index(stage).load(across)
         parts = ()
         if ROUNDS > 0:
             mbarrier.wait(barriers.ds_ready.index(0), step & 1)
             parts = _start_grad_q(memory, drift, 0, 1, SHAPE)
         products = warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])
-        weights, capped = weights_of(
-            products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE, score_grid
-        )
+        weights, capped = weights_of(products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE)
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         # Weights are stored and loaded by threads, never by the matrix units or the copy engine: no fence is needed.
         # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
@@ -185,20 +164,16 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
         # joined with it.)
         if ROUNDS == 0:
             mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
-        if softcap is not None:
-            memory.weights.index(0).store(weights * (1.0 - capped * capped))
-        else:
-            memory.weights.index(0).store(weights)
+        memory.weights.index(0).store(weights if softcap is None else weights * (1.0 - capped * capped))
         mbarrier.arrive(barriers.weights_ready.index(0), count=1)
         if ROUNDS > 1:
             parts = parts + _start_grad_q(memory, drift, 1, ROUNDS - 1, SHAPE)
         if SHAPE.values:
             at = step % GRAD_OUT_STAGES
             mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
-            left = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, v_grid, 2))
-            acc_v = add_products(acc_v, left, memory.grad_out, at, V_BLOCKS)
+            acc_v = add_products(acc_v, weights, memory.grad_out, at, V_BLOCKS)
         if ROUNDS > 0:
-            _finish_grad_q(parts, 0, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, scale)
+            _finish_grad_q(parts, HALF, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, scale)
         if SHAPE.values:
             acc_v = finish(0, acc_v)
             mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)
@@ -207,27 +182,23 @@ def differentiate_values(memory, barriers, work, grads, scale, softcap, SHAPE: g
     if ROUNDS > 0:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1)
         parts = _start_grad_q(memory, drift, 0, ROUNDS, SHAPE)
-        _finish_grad_q(parts, 0, ROUNDS, 0, work.steps, memory, barriers, scale)
-    add_sums(grad_v, grad_v_strides, acc_v, None, work, work.key_begin, SHAPE.dv, SHAPE, v_grid)
+        _finish_grad_q(parts, HALF, ROUNDS, 0, work.steps, memory, barriers, scale)
+    add_sums((), acc_v, grads, None, work, work.key_begin, SHAPE)
 
 
 @gluon.jit
-def differentiate_keys(memory, barriers, work, grads, scale, SHAPE: gl.constexpr):
+def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, grads, scale, _softcap, SHAPE: gl.constexpr):
     """The ds of 64 keys, which the other consumer gets, their grad_k, and the other columns of grad_q."""
     STAGES: gl.constexpr = SHAPE.stages
     GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
-    K_BLOCK: gl.constexpr = SHAPE.k_block
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
-    V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     FIRST: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
     ROUNDS: gl.constexpr = K_BLOCKS - FIRST
     dtype: gl.constexpr = memory.k.dtype
-    grad_k, grad_k_strides, _, _ = grads
-    score_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _TILE, 16])
-    k_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
+    score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
-    acc_k = zero_blocks(K_BLOCK, K_BLOCKS, k_grid)
+    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS)
     origin = gl.minimum(work.q_len, 0)
     drift = origin
     if FIRST > 0:
@@ -242,7 +213,7 @@ def differentiate_keys(memory, barriers, work, grads, scale, SHAPE: gl.constexpr
         stage = step % STAGES
         at = step % GRAD_OUT_STAGES
         mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
-        grad_weights = score(memory.v, drift, memory.grad_out, at, V_BLOCKS, False, score_grid)
+        grad_weights = score(memory.v, drift, memory.grad_out, at, SHAPE.v_blocks, False)
         row_delta = memory.delta.index(at).load(across)
         grad_weights = warpgroup_mma_wait(0, [grad_weights])
         mbarrier.arrive(barriers.grad_out_free.index(at), count=1)
@@ -260,22 +231,20 @@ def differentiate_keys(memory, barriers, work, grads, scale, SHAPE: gl.constexpr
             mbarrier.arrive(barriers.ds_ready.index(0), count=1)
             parts = _start_grad_q(memory, drift, FIRST, ROUNDS, SHAPE)
         mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        ds = gl.convert_layout(ds, gl.DotOperandLayout(0, k_grid, 2))
         acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
         if SHAPE.needs_q:
-            _finish_grad_q(parts, 1, ROUNDS, K_BLOCKS, step, memory, barriers, scale)
+            _finish_grad_q(parts, HALF, ROUNDS, K_BLOCKS, step, memory, barriers, scale)
         acc_k = finish(0, acc_k)
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         drift = drift * 2
-    add_sums(grad_k, grad_k_strides, acc_k, scale, work, work.key_begin, SHAPE.d, SHAPE, k_grid)
+    add_sums(acc_k, (), grads, scale, work, work.key_begin, SHAPE)
 
 
 @gluon.jit
 def _start_grad_q(memory, drift, FIRST: gl.constexpr, ROUNDS: gl.constexpr, SHAPE: gl.constexpr):
     """Starts ds @ k for some blocks of columns."""
     K_BLOCK: gl.constexpr = SHAPE.k_block
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K_BLOCK, 16])
-    nothing = gl.zeros([_TILE, K_BLOCK], gl.float32, grid)
+    nothing = gl.zeros([_TILE, K_BLOCK], gl.float32, product_layout(K_BLOCK))
     parts = ()
     for i in gl.static_range(ROUNDS):
         left, right = memory.ds.index(drift).permute([1, 0]), memory.k.index(drift + FIRST + i)

@@ -45,11 +45,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.core.state import State
 from attnmesh.ops.dense.call import is_loadable, loadable
-from attnmesh.ops.dense.gluon_alibi import ROWS, first_scores, has_later_keys, key_distances, row_terms
+from attnmesh.ops.dense.gluon_alibi import ROWS, first_scores, has_later_keys, key_distances, product_layout, row_terms
 from attnmesh.ops.dense.gluon_online_softmax import factor_of, initial, operand, rescale, softmax
 from attnmesh.ops.dense.gluon_producer import load
 from attnmesh.ops.dense.gluon_state import IN_PLACE, NEW, OTHER, join_state, load_lse, load_state, release, store_state
-from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, read, visible_keys
+from attnmesh.ops.dense.gluon_tile_scheduler import CONSUMERS, RECORD, Sizes, as_matrix, read, visible_keys
 from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, blocks_of, row_strides
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
@@ -158,20 +158,10 @@ def pick_tiles(key_dim: int, value_dim: int) -> GluonTiles:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    bounds: tuple[Tensor, Tensor] | Bounds | None,
-    state: State | None,
-    out_dtype: torch.dtype,
-    terms: ScoreTerms = PLAIN,
-    sinks: Tensor | None = None,
-    tiles: GluonTiles | None = None,
-    pack: int | None = None,
-) -> State:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, bounds: tuple[Tensor, Tensor] | Bounds | None,
+    state: State | None, out_dtype: torch.dtype, terms: ScoreTerms = PLAIN, sinks: Tensor | None = None,
+    tiles: GluonTiles | None = None, pack: int | None = None,
+) -> State:  # fmt: skip
     """`triton_forward.forward` for 16-bit inputs on Hopper; see `why_not`.
 
     `pack` is the number of heads of a group that share a tile; by default 1, or more where rows are few.
@@ -373,9 +363,7 @@ def _attend(
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.v_main, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
+    down: gl.constexpr = gl.SliceLayout(1, product_layout(KEYS))
     FIRST: gl.constexpr = 1 if INDEX == 0 else 0
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
@@ -390,6 +378,7 @@ def _attend(
     tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
     while tile_begin >= 0:
         row_begin = tile_begin + INDEX * APART
+        place = (batch, head, row_begin, sizes)
         within = gl.arange(0, _ROWS, layout=down)
         rows = row_begin + within % APART
         slopes, row_distances = None, None
@@ -398,14 +387,14 @@ def _attend(
         acc, total, raw_max = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
-            acc, total, row_max = load_state(before, after, batch, head, row_begin, sizes, SHAPE, down)
+            acc, total, row_max = load_state(before, after, place, SHAPE, down)
             acc = rescale(acc, total, True)  # an empty state may hold NaN
             raw_max = gl.where(total == 0.0, lowest_of(factor), row_max / factor)
             if alibi[0] is not None:
                 raw_max += slopes * row_distances  # type: ignore[operator]
         elif SHAPE.state != _NEW:
             # Not needed before the end of the work tile.
-            state_lse = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+            state_lse = load_lse(before, after, place, SHAPE, down)
         seen = served
         if PARTS > 1:
             release(barriers, INDEX, SHAPE)
@@ -426,31 +415,27 @@ def _attend(
                 stage = step % STAGES
                 phase = step // STAGES & 1
                 mbarrier.wait(barriers.k_ready.index(stage), phase)
-                near = key_distances(memory, alibi, step, tile_begin, begin, SHAPE, grid)
-                scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
-                if BIASED:
-                    scores = first_scores(alibi, slopes, near, tile_begin, begin, SHAPE, grid)
-                scores = _score(memory, INDEX, stage, scores, BIASED)
+                near = key_distances(memory, alibi, step, tile_begin, begin, SHAPE)
+                scores = _score(memory, INDEX, stage, alibi, slopes, near, tile_begin, begin, BIASED, SHAPE)
                 if PARTS == 1:
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
                 weights, acc_scale, total, raw_max = softmax(
                     scores, total, raw_max, begin, inner, edge, row_first, row_end, scale, softcap,
-                    terms, near, SHAPE, grid,
+                    terms, near, SHAPE,
                 )  # fmt: skip
                 if PARTS > 1 or CONTINUES:
                     acc = rescale(acc, acc_scale)
-                weights = operand(weights, memory, wide)
+                weights = operand(weights, memory, SHAPE)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
                     mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
-                    next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE, grid)
-                    scores = gl.zeros([_ROWS, KEYS], gl.float32, grid)
-                    if BIASED:
-                        scores = first_scores(alibi, slopes, next_near, tile_begin, key_begin, SHAPE, grid)
-                    scores = _score(memory, INDEX, next_stage, scores, BIASED)
+                    next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE)
+                    scores = _score(
+                        memory, INDEX, next_stage, alibi, slopes, next_near, tile_begin, key_begin, BIASED, SHAPE
+                    )
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
                     mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
@@ -459,14 +444,14 @@ def _attend(
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, acc_scale, total, raw_max = softmax(
                         scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap,
-                        terms, next_near, SHAPE, grid,
+                        terms, next_near, SHAPE,
                     )  # fmt: skip
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
                     mbarrier.arrive(barriers.v_free.index(stage), count=1)
                     acc = rescale(acc, acc_scale)
-                    weights = operand(next_weights, memory, wide)
+                    weights = operand(next_weights, memory, SHAPE)
                     step += 1
                     stage = next_stage
                     phase = step // STAGES & 1
@@ -481,6 +466,7 @@ def _attend(
         if (PARTS > 1) & (seen > served):
             mbarrier.arrive(barriers.q_free.index(INDEX), count=1)
         served = seen
+        place = (batch, head, row_begin, sizes)  # as in the last record: the compiler does not know that it is the same
         row_max = row_max_of(raw_max, factor)
         if alibi[0] is not None:
             row_max -= slopes * row_distances * factor  # type: ignore[operator]
@@ -488,11 +474,9 @@ def _attend(
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
             acc, total, row_max = join_state(
-                before, after, memory.state, state_lse, acc, total, row_max, INDEX, batch, head, row_begin, sizes, SHAPE
-            )
-        store_state(
-            after, state_blocks, memory.state, acc, total, row_max, INDEX, batch, head, row_begin, sizes, SHAPE, down
-        )
+                before, after, memory.state, state_lse, acc, total, row_max, place, INDEX, SHAPE
+            )  # fmt: skip
+        store_state(after, state_blocks, memory.state, acc, total, row_max, place, INDEX, SHAPE, down)
         count += 1
         tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
     if SHAPE.staged:
@@ -500,19 +484,19 @@ def _attend(
 
 
 @gluon.jit
-def _score(memory, INDEX: gl.constexpr, stage, scores, ADDS: gl.constexpr):
-    """Starts the products of this consumer's queries with a tile of keys, and adds them to `scores` if ADDS."""
+def _score(
+    memory, INDEX: gl.constexpr, stage, alibi, slopes, near, tile_begin, key_begin, BIASED: gl.constexpr,
+    SHAPE: gl.constexpr,
+):  # fmt: skip
+    """Starts the products of this consumer's queries with a tile of keys. If BIASED, they begin from their terms."""
+    KEYS: gl.constexpr = SHAPE.keys
+    scores = gl.zeros([_ROWS, KEYS], gl.float32, product_layout(KEYS))
+    if BIASED:
+        scores = first_scores(alibi, slopes, near, tile_begin, key_begin, SHAPE)
     for i in gl.static_range(len(memory.k)):
-        q_tile, k_tile = _tile(memory.q[i], INDEX), _tile(memory.k[i], stage).permute([1, 0])
-        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=ADDS or i > 0, is_async=True)
+        q_tile, k_tile = as_matrix(memory.q[i], INDEX), as_matrix(memory.k[i], stage).permute([1, 0])
+        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=BIASED or i > 0, is_async=True)
     return scores
-
-
-@gluon.jit
-def _tile(memory, stage):
-    """A block of a tile as a matrix: heads and rows are one dimension."""
-    ROWS: gl.constexpr = memory.shape[2] * memory.shape[3]
-    return memory.index(stage).reshape([ROWS, memory.shape[4]])
 
 
 @gluon.jit
@@ -520,7 +504,7 @@ def _add_values(acc, weights, memory, stage):
     """Starts acc + weights @ values."""
     result = ()
     for i in gl.static_range(len(memory.v)):
-        result = result + (warpgroup_mma(weights, _tile(memory.v[i], stage), acc[i], is_async=True),)
+        result = result + (warpgroup_mma(weights, as_matrix(memory.v[i], stage), acc[i], is_async=True),)
     return result
 
 

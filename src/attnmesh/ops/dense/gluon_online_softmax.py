@@ -11,7 +11,7 @@ blocks of columns.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnmesh.ops.dense.gluon_alibi import ROWS
+from attnmesh.ops.dense.gluon_alibi import ROWS, product_layout
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents
 
@@ -20,9 +20,8 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 @gluon.jit
 def softmax(
-    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, terms, near,
-    SHAPE: gl.constexpr, grid: gl.constexpr,
-):  # fmt: skip
+    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, terms, near, SHAPE: gl.constexpr
+):
     """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max.
 
     With `terms`, scores and raw_max have the slope times the distance of the row from the first row of its work tile
@@ -40,7 +39,7 @@ def softmax(
         if SHAPE.later:
             is_edge |= later_keys
     if is_edge:
-        key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, grid))[None, :]
+        key = gl.arange(0, SHAPE.keys, layout=gl.SliceLayout(0, product_layout(SHAPE.keys)))[None, :]
         if SHAPE.later:
             later = gl.minimum(row_distances[:, None] - near, 0.0)
             scores += slopes[:, None] * (2.0 * later)
@@ -59,11 +58,7 @@ def softmax(
 @gluon.jit
 def factor_of(scale, softcap):
     """The factor from products of queries and keys, or from their tanh, to scores in base 2."""
-    if softcap is None:
-        factor = scale * _LOG2_E
-    else:
-        factor = softcap * _LOG2_E
-    return factor
+    return (scale if softcap is None else softcap) * _LOG2_E
 
 
 @gluon.jit
@@ -73,9 +68,9 @@ def tanh(x):
 
 
 @gluon.jit
-def operand(weights, memory, wide: gl.constexpr):
+def operand(weights, memory, SHAPE: gl.constexpr):
     """The weights as the left operand of the products with values."""
-    return gl.convert_layout(weights.to(memory.v[0].dtype), gl.DotOperandLayout(0, wide, 2))
+    return gl.convert_layout(weights.to(memory.v[0].dtype), gl.DotOperandLayout(0, product_layout(SHAPE.v_main), 2))
 
 
 @gluon.jit
@@ -83,18 +78,12 @@ def rescale(acc, factor, SELECT: gl.constexpr = False):
     """The rows of all blocks times a factor. If SELECT, a factor of 0 makes 0 of anything, even of NaN."""
     result = ()
     for i in gl.static_range(len(acc)):
-        result = result + (_times(acc[i], factor, SELECT),)
+        column = gl.convert_layout(factor, gl.SliceLayout(1, product_layout(acc[i].shape[1])))[:, None]
+        product = acc[i] * column
+        if SELECT:
+            product = gl.where(column != 0.0, product, 0.0)
+        result = result + (product,)
     return result
-
-
-@gluon.jit
-def _times(block, factor, SELECT: gl.constexpr):
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block.shape[1], 16])
-    column = gl.convert_layout(factor, gl.SliceLayout(1, grid))[:, None]
-    product = block * column
-    if SELECT:
-        product = gl.where(column != 0.0, product, 0.0)
-    return product
 
 
 @gluon.jit
@@ -110,4 +99,4 @@ def initial(factor, SHAPE: gl.constexpr, down: gl.constexpr):
 
 @gluon.jit
 def _zeros(WIDTH: gl.constexpr):
-    return gl.zeros([_ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
+    return gl.zeros([_ROWS, WIDTH], gl.float32, product_layout(WIDTH))

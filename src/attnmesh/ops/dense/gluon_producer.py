@@ -46,7 +46,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                 positions = gl.load(k_positions + (begin + near), mask=begin + near < sizes.kv_len, other=0)
             for tile in range((stop - begin + KEYS - 1) // KEYS):
                 at = begin + tile * KEYS
-                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step, STAGES)
+                _fetch(k_blocks, memory.k, barriers.k_ready, barriers.k_free, batch, kv_head, at, step)
                 if memory.distances is not None:
                     memory.distances.index(step % (STAGES + 1)).store((positions - origin).to(gl.float32))
                     mbarrier.arrive(barriers.k_ready.index(step % STAGES), count=1)
@@ -58,14 +58,11 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                     fetched += 1
                 # The values of a tile are needed after the keys of the next tile.
                 if tile > 0:
-                    _fetch(
-                        v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1,
-                        STAGES,
-                    )  # fmt: skip
+                    _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, at - KEYS, step - 1)
                 step += 1
             if stop > begin:
                 last = begin + (stop - begin - 1) // KEYS * KEYS
-                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1, STAGES)
+                _fetch(v_blocks, memory.v, barriers.v_ready, barriers.v_free, batch, kv_head, last, step - 1)
         served = fetched
         # Not sooner: the copy engine may still store the earlier state, for which keys must not wait.
         if SHAPE.staged and SHAPE.state != _NEW:
@@ -82,8 +79,9 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
 
 
 @gluon.jit
-def _fetch(blocks, memory, ready, free, batch, head, row, step, STAGES: gl.constexpr):
+def _fetch(blocks, memory, ready, free, batch, head, row, step):
     """Lets the copy engine fetch the tile of keys or values that begins at `row`, as soon as its stage is free."""
+    STAGES: gl.constexpr = memory[0].shape[0]
     stage = step % STAGES
     mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
     _copy(blocks, memory, ready.index(stage), [batch, head, row, 0], stage)

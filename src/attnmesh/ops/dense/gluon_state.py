@@ -12,8 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from attnmesh.ops.dense.gluon_alibi import ROWS
+from attnmesh.ops.dense.gluon_alibi import ROWS, product_layout
 from attnmesh.ops.dense.gluon_online_softmax import rescale
+from attnmesh.ops.dense.gluon_tile_scheduler import as_matrix
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 NEW, IN_PLACE, OTHER = 0, 1, 2  # no earlier state, one that the result replaces, or one in other memory
@@ -22,10 +23,10 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 
 @gluon.jit
-def load_lse(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+def load_lse(before, after, place, SHAPE: gl.constexpr, down: gl.constexpr):
     """The lse of the earlier state, in base 2; -inf for rows beyond the last."""
     lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
-    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, down)
+    offset, real = _row_offsets(strides, place, SHAPE, down)
     return gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
 
 
@@ -38,18 +39,15 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def load_state(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+def load_state(before, after, place, SHAPE: gl.constexpr, down: gl.constexpr):
     """The carry of the earlier state: (acc, total, row_max). Where total is 0, acc may be anything."""
-    row_max = load_lse(before, after, batch, head, row_begin, sizes, SHAPE, down)
+    row_max = load_lse(before, after, place, SHAPE, down)
     total = gl.where(row_max == float("-inf"), 0.0, 1.0)
-    return _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE), total, row_max
+    return _load_blocks(before, after, place, SHAPE), total, row_max
 
 
 @gluon.jit
-def join_state(
-    before, after, memory, state_lse, acc, total, row_max, INDEX: gl.constexpr, batch, head, row_begin, sizes,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
+def join_state(before, after, memory, state_lse, acc, total, row_max, place, INDEX: gl.constexpr, SHAPE: gl.constexpr):
     """The carry (acc, total, row_max), merged with the earlier state."""
     new_row_max = gl.maximum(row_max, state_lse)
     # No key at all: subtract 0, since -inf - -inf would be NaN.
@@ -59,9 +57,9 @@ def join_state(
     earlier = ()
     if SHAPE.staged:
         for i in gl.static_range(len(acc)):
-            earlier = earlier + (_read_block(memory[i], INDEX, _lines(acc[i].shape[1], True)),)
+            earlier = earlier + (as_matrix(memory[i], INDEX).load(product_layout(acc[i].shape[1])),)
     else:
-        earlier = _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE)
+        earlier = _load_blocks(before, after, place, SHAPE)
     earlier = rescale(earlier, weight, True)  # an empty state may hold NaN
     joined = ()
     for i in gl.static_range(len(acc)):
@@ -71,16 +69,16 @@ def join_state(
 
 @gluon.jit
 def store_state(
-    after, blocks, memory, acc, total, row_max, INDEX: gl.constexpr, batch, head, row_begin, sizes, SHAPE: gl.constexpr,
-    down: gl.constexpr,
-):  # fmt: skip
+    after, blocks, memory, acc, total, row_max, place, INDEX: gl.constexpr, SHAPE: gl.constexpr, down: gl.constexpr
+):
     """Writes the carry as a state, with the sinks."""
     out, out_strides, lse, lse_strides, sinks = after
+    batch, head, row_begin, _ = place
     if sinks is not None:
         heads = head + gl.arange(0, _ROWS, layout=down) // (_ROWS // SHAPE.pack)
         total, row_max, acc_scale = _with_sink(total, row_max, gl.load(sinks + heads).to(gl.float32) * _LOG2_E)
         acc = rescale(acc, acc_scale, True)
-    offset, real = _row_offsets(lse_strides, batch, head, row_begin, sizes, SHAPE, down)
+    offset, real = _row_offsets(lse_strides, place, SHAPE, down)
     # A row without keys has total 0 and row_max -inf: out 0, lse -inf + -inf.
     gl.store(lse + offset, (row_max + gl.log2(total)) / _LOG2_E, mask=real)
     acc = rescale(acc, gl.where(total == 0.0, 0.0, 1.0 / total), True)
@@ -88,28 +86,19 @@ def store_state(
         if SHAPE.state == _NEW:
             tma.store_wait(0)
         for i in gl.static_range(len(acc)):
-            _write_block(memory[i], acc[i], INDEX)
+            as_matrix(memory[i], INDEX).store(acc[i])
         fence_async_shared()
         for i in gl.static_range(len(acc)):
             tma.async_copy_shared_to_global(blocks[i], [batch, head, row_begin, 0], memory[i].index(INDEX))
     else:
         for i in gl.static_range(len(acc)):
-            _store_block(out, out_strides, memory, acc, INDEX, i, batch, head, row_begin, sizes, SHAPE)
+            _store_block(out, out_strides, memory, acc, place, INDEX, i, SHAPE)
 
 
 @gluon.jit
-def _read_block(memory, INDEX: gl.constexpr, layout: gl.constexpr):
-    return memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).load(layout)
-
-
-@gluon.jit
-def _write_block(memory, block, INDEX: gl.constexpr):
-    memory.index(INDEX).reshape([_ROWS, memory.shape[4]]).store(block)
-
-
-@gluon.jit
-def _row_offsets(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, down: gl.constexpr):
+def _row_offsets(strides, place, SHAPE: gl.constexpr, down: gl.constexpr):
     """The offsets of this consumer's rows in a tensor [B, H, S, ...], and which of them exist."""
+    batch, head, row_begin, sizes = place
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     within = gl.arange(0, _ROWS, layout=down)
     row = row_begin + within % APART
@@ -119,35 +108,33 @@ def _row_offsets(strides, batch, head, row_begin, sizes, SHAPE: gl.constexpr, do
 
 
 @gluon.jit
-def _load_blocks(before, after, batch, head, row_begin, sizes, SHAPE: gl.constexpr):
+def _load_blocks(before, after, place, SHAPE: gl.constexpr):
     """The output of the earlier state."""
     state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
-    blocks = (_load_block(state, batch, head, row_begin, sizes, SHAPE, 0, SHAPE.v_main),)
+    blocks = (_load_block(state, place, SHAPE, 0, SHAPE.v_main),)
     if SHAPE.v_rest > 0:
-        blocks = blocks + (_load_block(state, batch, head, row_begin, sizes, SHAPE, SHAPE.v_main, SHAPE.v_rest),)
+        blocks = blocks + (_load_block(state, place, SHAPE, SHAPE.v_main, SHAPE.v_rest),)
     return blocks
 
 
 @gluon.jit
-def _load_block(
-    state, batch, head, row_begin, sizes, SHAPE: gl.constexpr, column_begin: gl.constexpr, WIDTH: gl.constexpr
-):
+def _load_block(state, place, SHAPE: gl.constexpr, column_begin: gl.constexpr, WIDTH: gl.constexpr):
     """A block of the output so far."""
-    grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    offset, real = _row_offsets(state[1], batch, head, row_begin, sizes, SHAPE, down)
-    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, grid))
-    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
-    return gl.load(state[0] + offset[:, None] + column[None, :], mask=mask, other=0.0)
+    pointers, mask = _block_pointers(state[0], state[1], place, column_begin, WIDTH, product_layout(WIDTH), SHAPE)
+    return gl.load(pointers, mask=mask, other=0.0)
 
 
 @gluon.jit
-def _inside(real, column, END: gl.constexpr, WIDTH: gl.constexpr):
-    """Which elements of a block that ends at column END exist: real rows, in the first WIDTH columns."""
+def _block_pointers(
+    base, strides, place, column_begin: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr, SHAPE: gl.constexpr
+):
+    """Pointers to a block of columns of this consumer's rows, and which elements exist."""
+    offset, real = _row_offsets(strides, place, SHAPE, gl.SliceLayout(1, layout))
+    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     mask = real[:, None]
-    if END > WIDTH:
-        mask = mask & (column < WIDTH)[None, :]
-    return mask
+    if column_begin + WIDTH > SHAPE.v_dim:
+        mask = mask & (column < SHAPE.v_dim)[None, :]
+    return base + offset[:, None] + column[None, :], mask
 
 
 @gluon.jit
@@ -162,29 +149,23 @@ def _with_sink(total, row_max, sink):
 
 
 @gluon.jit
-def _store_block(
-    out, strides, memory, acc, INDEX: gl.constexpr, BLOCK: gl.constexpr, batch, head, row_begin, sizes,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    column_begin: gl.constexpr = BLOCK * SHAPE.v_main
+def _store_block(out, strides, memory, acc, place, INDEX: gl.constexpr, BLOCK: gl.constexpr, SHAPE: gl.constexpr):
     WIDTH: gl.constexpr = acc[BLOCK].shape[1]
     lines: gl.constexpr = _lines(WIDTH, out.dtype.element_ty == gl.float32)
     if SHAPE.staged:  # no shared memory is left for a change of layout but this
-        _write_block(memory[BLOCK], acc[BLOCK], INDEX)
-        block = _read_block(memory[BLOCK], INDEX, lines).to(out.dtype.element_ty)
+        as_matrix(memory[BLOCK], INDEX).store(acc[BLOCK])
+        block = as_matrix(memory[BLOCK], INDEX).load(lines).to(out.dtype.element_ty)
     else:
         block = gl.convert_layout(acc[BLOCK].to(out.dtype.element_ty), lines)
-    offset, real = _row_offsets(strides, batch, head, row_begin, sizes, SHAPE, gl.SliceLayout(1, lines))
-    column = column_begin + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, lines))
-    mask = _inside(real, column, column_begin + WIDTH, SHAPE.v_dim)
-    gl.store(out + offset[:, None] + column[None, :], block, mask=mask)
+    pointers, mask = _block_pointers(out, strides, place, BLOCK * SHAPE.v_main, WIDTH, lines, SHAPE)
+    gl.store(pointers, block, mask=mask)
 
 
 @triton.constexpr_function
 def _lines(width, wide):
     """The layout in which results are stored: the layout of the products if wide, else 16 bytes per lane."""
     if wide:
-        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+        return product_layout(width)
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, n] for n in (32, 64, 128) if n < width]
     lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [ROWS, width])

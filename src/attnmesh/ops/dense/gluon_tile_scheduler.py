@@ -25,6 +25,13 @@ Sizes = namedtuple("Sizes", "q_len kv_len q_heads group work_tiles section")
 
 
 @gluon.jit
+def as_matrix(memory, stage):
+    """A block of a tile in shared memory as a matrix: heads and rows are one dimension."""
+    ROWS: gl.constexpr = memory.shape[2] * memory.shape[3]
+    return memory.index(stage).reshape([ROWS, memory.shape[4]])
+
+
+@gluon.jit
 def locate(work_tile, sizes, SHAPE: gl.constexpr):
     """The first row, head and sequence of a work tile. Last rows come first in a section: most have the most keys."""
     TILE: gl.constexpr = _TILE_ROWS // SHAPE.pack
@@ -54,12 +61,9 @@ def key_phases(mask, part, batch, row_begin, row_stop, sizes, SHAPE: gl.constexp
             some = row_first < row_end
             begin = gl.min(gl.where(some, row_first, sizes.kv_len), 0)
             stop = gl.max(gl.where(some, row_end, 0), 0)
-    elif SHAPE.causal:
-        begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = row_begin + 1, row_stop
     else:
         begin, full_begin = row_begin * 0, row_begin * 0
-        full_end, stop = sizes.kv_len, sizes.kv_len
+        full_end, stop = (row_begin + 1, row_stop) if SHAPE.causal else (sizes.kv_len, sizes.kv_len)
     begin = begin // KEYS * KEYS
     inner = gl.maximum(gl.minimum((full_begin + KEYS - 1) // KEYS * KEYS, stop), begin)
     edge = gl.maximum(gl.minimum(full_end, stop) // KEYS * KEYS, inner)

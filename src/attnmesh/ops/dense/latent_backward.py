@@ -159,9 +159,7 @@ def _sums(grad: Tensor, overwrite: bool) -> Tensor:
     return grad.zero_() if overwrite else grad
 
 
-def _add_product(
-    total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, overwrite: bool = False
-) -> None:  # fmt: skip
+def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, overwrite: bool = False) -> None:
     """Adds scale * a @ b to float32 sums, or overwrites them."""
     beta = 0.0 if overwrite else 1.0
     if total.is_cuda:
@@ -244,9 +242,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Writes the weights and the gradients of the scores [rows, keys] of a chunk."""
     grid = (cdiv(len(rows), tiles.rows) * cdiv(len(keys), tiles.keys),)
-    of_rows, of_keys, of_weights = (
-        [tiles.rows, tiles.columns], [tiles.keys, tiles.columns], [tiles.rows, tiles.keys],
-    )  # fmt: skip
+    of_rows, of_keys, of_weights = ([tiles.rows, tiles.columns], [tiles.keys, tiles.columns], [tiles.rows, tiles.keys])
     with torch.cuda.device_of(rows):
         _weights_kernel[grid](
             tile_descriptor(rows, of_rows), tile_descriptor(grad_out, of_rows), tile_descriptor(keys, of_keys),

@@ -45,6 +45,7 @@ from attnmesh.ops.dense.triton_tiles import (
     padded,
     pick_tiles,
     row_strides,
+    rows_of,
     scale_tile,
     score_keys,
     split_phases,
@@ -76,17 +77,14 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None) -> Tensor:
         batch, heads, length, head_dim = out.shape
         rows = max(1, _DELTA_ELEMENTS // padded(head_dim))
         out_strides, grad_out_strides = row_strides(out=out, grad_out=grad_out)
-        with torch.cuda.device_of(out):
-            launch = prepare(
-                _delta_kernel, (triton.cdiv(length, rows) * batch * heads,),
-                (
-                    out, out_strides, grad_out, grad_out_strides,
-                    grad_lse, (0, 0, 0) if grad_lse is None else grad_lse.stride(),
-                    result, result.stride(), length, heads,
-                ),
-                (out, grad_out, grad_lse, result),
-                D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
-            )  # fmt: skip
+        launch = prepare(
+            _delta_kernel, (triton.cdiv(length, rows) * batch * heads,),
+            (
+                out, out_strides, grad_out, grad_out_strides,
+                grad_lse, (0, 0, 0) if grad_lse is None else grad_lse.stride(), result, result.stride(), length, heads,
+            ),
+            (out, grad_out, grad_lse, result), D=head_dim, BLOCK_D=padded(head_dim), ROWS=rows, num_warps=4,
+        )  # fmt: skip
         _known.add(key, launch)
     return result
 
@@ -128,16 +126,12 @@ def backward(
             tiles = query_tiles or pick_tiles(GRAD_QUERY_TILES, q, v, held=("q", "grad_out"))
             programs = triton.cdiv(q.shape[2], tiles.rows) * q.shape[0] * q.shape[1]
             (strides,) = row_strides(grad_q=grad_q)
-            with torch.cuda.device_of(q):
-                launch = prepare(
-                    _grad_query_kernel, (programs,),
-                    (
-                        *_inputs(*rows), visible.first, visible.end, visible.strides, grad_q, strides,
-                        *_sizes(q, k, scale, terms),
-                    ),
-                    used, PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ORDERED=ordered, ROWS=tiles.rows,
-                    KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3], num_warps=tiles.warps, num_stages=tiles.stages,
-                )  # fmt: skip
+            launch = prepare(
+                _grad_query_kernel, (programs,),
+                (*_inputs(*rows, delta.stride(), visible), grad_q, strides, *_sizes(q, k, scale, terms)), used,
+                PARTS=visible.parts, OVERWRITE=overwrite, CAUSAL=causal, ORDERED=ordered, ROWS=tiles.rows,
+                KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3], num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
             _known.add(key, launch)
     if grad_k is not None or grad_v is not None:
         # The same kernel for every mask: without bounds the compiler recomputes more in each step.
@@ -158,17 +152,16 @@ def backward(
                 _known[key](*tensors)
                 continue
             key_strides, value_strides = row_strides(grad_k=keys, grad_v=values)
-            with torch.cuda.device_of(q):
-                launch = prepare(
-                    _grad_key_kernel, (programs * splits,),
-                    (
-                        *_inputs(*rows), visible.first, visible.end, visible.strides, rows_per_tile, turns,
-                        keys, key_strides, values, value_strides, *_sizes(q, k, scale, terms),
-                    ),
-                    tensors, PARTS=visible.parts, OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split,
-                    ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3],
-                    num_warps=tiles.warps, num_stages=tiles.stages,
-                )  # fmt: skip
+            launch = prepare(
+                _grad_key_kernel, (programs * splits,),
+                (
+                    *_inputs(*rows, delta.stride(), visible), rows_per_tile, turns, keys, key_strides,
+                    values, value_strides, *_sizes(q, k, scale, terms),
+                ),
+                tensors, PARTS=visible.parts, OVERWRITE=once, SPLITS=splits, STEPS=steps_per_split, ORDERED=ordered,
+                ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3], num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )  # fmt: skip
             _known.add(key, launch)
         for grad, total in zip((grad_k, grad_v), sums, strict=True):
             if grad is not None and total is not None and grad is not total:
@@ -212,25 +205,27 @@ def short_gradients(
     batch, heads, q_len, _ = q.shape
     programs = batch * (heads * cdiv(q_len, tiles.rows) + k.shape[1] * cdiv(k.shape[2], tiles.keys))
     strides = row_strides(grad_q=grads[0], grad_k=grads[1], grad_v=grads[2])
-    with torch.cuda.device_of(q):
-        launch = prepare(
-            _short_kernel, (programs,),
-            (
-                *_inputs(q, k, v, grad_out, lse, out)[:-1], row_strides(out=out)[0], visible.first, visible.end,
-                visible.strides, rows_per_tile, *(x for pair in zip(grads, strides, strict=True) for x in pair),
-                *_sizes(q, k, scale, terms),
-            ),
-            (*used, rows_per_tile, *grads), ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3],
-            num_warps=tiles.warps, num_stages=tiles.stages,
-        )  # fmt: skip
+    launch = prepare(
+        _short_kernel, (programs,),
+        (
+            *_inputs(q, k, v, grad_out, lse, out, row_strides(out=out)[0], visible), rows_per_tile,
+            *(x for pair in zip(grads, strides, strict=True) for x in pair), *_sizes(q, k, scale, terms),
+        ),
+        (*used, rows_per_tile, *grads), ROWS=tiles.rows, KEYS=tiles.keys, D=q.shape[3], DV=v.shape[3],
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
     _known.add(key, launch)
     return list(grads)
 
 
-def _inputs(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor) -> tuple[Any, ...]:
+def _inputs(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, delta: Tensor, delta_strides: tuple[int, ...],
+    visible: Bounds,
+) -> tuple[Any, ...]:  # fmt: skip
     q_strides, k_strides, v_strides, grad_out_strides = row_strides(q=q, k=k, v=v, grad_out=grad_out)
     return (
-        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides, lse, lse.stride(), delta, delta.stride(),
+        q, q_strides, k, k_strides, v, v_strides, grad_out, grad_out_strides, lse, lse.stride(), delta, delta_strides,
+        visible.first, visible.end, visible.strides,
     )  # fmt: skip
 
 
@@ -293,9 +288,7 @@ def rows_per_key_tile(visible: Bounds, q_len: int, kv_len: int, keys: int) -> Te
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _rows_per_key_tile_kernel(
-    first, end, strides, result, q_len, kv_len, KEYS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _rows_per_key_tile_kernel(first, end, strides, result, q_len, kv_len, KEYS: tl.constexpr, ROWS: tl.constexpr):
     tile, batch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile_begin = tile * KEYS
     tile_end = tl.minimum(tile_begin + KEYS, kv_len)
@@ -326,35 +319,33 @@ def _delta_kernel(
 ):  # fmt: skip
     tile, head, batch = locate(tl.cdiv(length, ROWS), heads)
     begin = tile * ROWS
-    out_head = at_head(out, out_strides, batch, head)
-    grad_out_head = at_head(grad_out, grad_out_strides, batch, head)
-    out_tile = load_block(out_head, out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
-    grad_out_tile = load_block(grad_out_head, grad_out_strides[2], begin, length, True, ROWS, D, BLOCK_D)
+    out, grad_out = rows_of(out, out_strides, batch, head), rows_of(grad_out, grad_out_strides, batch, head)
+    out_tile = load_block(out, begin, length, True, ROWS, D, BLOCK_D)
+    grad_out_tile = load_block(grad_out, begin, length, True, ROWS, D, BLOCK_D)
     result = tl.sum(out_tile.to(tl.float32) * grad_out_tile.to(tl.float32), 1)
     if grad_lse is not None:
-        grad_lse_head = at_head(grad_lse, grad_lse_strides, batch, head)
-        result -= load_rows(grad_lse_head, grad_lse_strides[2], begin, length, 0.0, True, ROWS).to(tl.float32)
-    delta_head = at_head(delta, delta_strides, batch, head)
-    store_rows(delta_head, delta_strides[2], begin, length, result, ROWS)
+        grad_lse_rows = rows_of(grad_lse, grad_lse_strides, batch, head)
+        result -= load_rows(grad_lse_rows, begin, length, 0.0, True, ROWS).to(tl.float32)
+    store_rows(rows_of(delta, delta_strides, batch, head), begin, length, result, ROWS)
 
 
 @triton.jit
 def _load_row_terms(
-    lse, lse_stride, delta, delta_stride, grad_out_tile, begin, q_len,
+    lse, delta, grad_out_tile, begin, q_len,
     FROM_OUT: tl.constexpr, EDGE: tl.constexpr, ROWS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """The lse (base 2) and the delta of a tile of rows; (+inf, 0), so that weights are 0, for rows without keys.
 
     If FROM_OUT, `delta` is the output of the forward, and the delta is computed from it.
     """
-    row_lse = load_rows(lse, lse_stride, begin, q_len, float("-inf"), EDGE, ROWS)
+    row_lse = load_rows(lse, begin, q_len, float("-inf"), EDGE, ROWS)
     if FROM_OUT:
-        out_tile = load_tile(delta, delta_stride, begin, q_len, EDGE, ROWS, DV)
+        out_tile = load_tile(delta, begin, q_len, EDGE, ROWS, DV)
         row_delta = tl.sum(out_tile[0].to(tl.float32) * grad_out_tile[0].to(tl.float32), 1)
         if len(out_tile) == 2:
             row_delta += tl.sum(out_tile[1].to(tl.float32) * grad_out_tile[1].to(tl.float32), 1)
     else:
-        row_delta = load_rows(delta, delta_stride, begin, q_len, 0.0, EDGE, ROWS)
+        row_delta = load_rows(delta, begin, q_len, 0.0, EDGE, ROWS)
     empty = row_lse == float("-inf")
     return tl.where(empty, float("inf"), row_lse * _LOG2_E), tl.where(empty, 0.0, row_delta)
 
@@ -387,24 +378,21 @@ def _grad_query_tile(
     rows = row_begin + tl.arange(0, ROWS)
     q, k, v, grad_out, lse, delta = inputs
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides = strides
-    k, v = at_head(k, k_strides, batch, head // group), at_head(v, v_strides, batch, head // group)
-    q, grad_out = at_head(q, q_strides, batch, head), at_head(grad_out, grad_out_strides, batch, head)
-    q_tile = load_tile(q, q_strides[2], row_begin, q_len, True, ROWS, D)
-    grad_out_tile = load_tile(grad_out, grad_out_strides[2], row_begin, q_len, True, ROWS, DV)
-    lse, delta = at_head(lse, lse_strides, batch, head), at_head(delta, delta_strides, batch, head)
-    row_lse, row_delta = _load_row_terms(
-        lse, lse_strides[2], delta, delta_strides[2], grad_out_tile, row_begin, q_len, FROM_OUT, True, ROWS, DV
-    )
+    k, v = rows_of(k, k_strides, batch, head // group), rows_of(v, v_strides, batch, head // group)
+    q, grad_out = rows_of(q, q_strides, batch, head), rows_of(grad_out, grad_out_strides, batch, head)
+    q_tile = load_tile(q, row_begin, q_len, True, ROWS, D)
+    grad_out_tile = load_tile(grad_out, row_begin, q_len, True, ROWS, DV)
+    lse, delta = rows_of(lse, lse_strides, batch, head), rows_of(delta, delta_strides, batch, head)
+    row_lse, row_delta = _load_row_terms(lse, delta, grad_out_tile, row_begin, q_len, FROM_OUT, True, ROWS, DV)
     scale, _, slopes, q_positions, _ = terms
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
     acc = over_keys(
-        _add_key_tile, zero_tile(ROWS, D), (q_tile, grad_out_tile, row_lse, row_delta),
-        (k, k_strides[2], v, v_strides[2], kv_len), terms, slope, row_positions, mask, rows, row_begin, q_len, batch,
-        CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
+        _add_key_tile, zero_tile(ROWS, D), (q_tile, grad_out_tile, row_lse, row_delta), (k, v, kv_len), terms,
+        slope, row_positions, mask, rows, row_begin, q_len, batch, CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
     )  # fmt: skip
-    grad_q_head = at_head(grad_q, grad_q_strides, batch, head)
-    add_to_tile(grad_q_head, grad_q_strides[2], row_begin, q_len, scale_tile(acc, scale), OVERWRITE, ROWS, D)
+    grad_q_rows = rows_of(grad_q, grad_q_strides, batch, head)
+    add_to_tile(grad_q_rows, row_begin, q_len, scale_tile(acc, scale), OVERWRITE, ROWS, D)
 
 
 @triton.jit
@@ -467,11 +455,9 @@ def _grad_key_kernel(
         while tl.atomic_cas(turns + program, split, split, sem="acquire") != split:
             pass
     if grad_k is not None:
-        grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
-        add_to_tile(grad_k_head, grad_k_strides[2], key_begin, kv_len, acc_k, OVERWRITE, KEYS, D)
+        add_to_tile(rows_of(grad_k, grad_k_strides, batch, kv_head), key_begin, kv_len, acc_k, OVERWRITE, KEYS, D)
     if grad_v is not None:
-        grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        add_to_tile(grad_v_head, grad_v_strides[2], key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV)
+        add_to_tile(rows_of(grad_v, grad_v_strides, batch, kv_head), key_begin, kv_len, acc_v, OVERWRITE, KEYS, DV)
     if SPLITS > 1:
         tl.debug_barrier()
         tl.atomic_xchg(turns + program, split + 1, sem="release")
@@ -486,9 +472,8 @@ def _grad_key_tile(
     """The gradients of a tile of keys and values, from a split of the rows that attend to it."""
     q, k, v, grad_out, lse, delta = inputs
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, delta_strides = strides
-    k, v = at_head(k, k_strides, batch, kv_head), at_head(v, v_strides, batch, kv_head)
-    k_tile = load_tile(k, k_strides[2], key_begin, kv_len, True, KEYS, D)
-    v_tile = load_tile(v, v_strides[2], key_begin, kv_len, True, KEYS, DV)
+    k, v = rows_of(k, k_strides, batch, kv_head), rows_of(v, v_strides, batch, kv_head)
+    k_tile, v_tile = load_tile(k, key_begin, kv_len, True, KEYS, D), load_tile(v, key_begin, kv_len, True, KEYS, DV)
     scale, _, slopes, _, k_positions = terms
     key_positions = None if slopes is None else load_positions(k_positions, key_begin, kv_len, KEYS)
 
@@ -542,10 +527,10 @@ def _short_kernel(
             (scale, softcap, slopes, q_positions, k_positions), q_len, kv_len, group,
             True, True, True, 1, False, ROWS, KEYS, D, DV,
         )  # fmt: skip
-        grad_k_head = at_head(grad_k, grad_k_strides, batch, kv_head)
-        grad_v_head = at_head(grad_v, grad_v_strides, batch, kv_head)
-        store_tile(grad_k_head, grad_k_strides[2], tile * KEYS, kv_len, acc_k, KEYS, D)
-        store_tile(grad_v_head, grad_v_strides[2], tile * KEYS, kv_len, acc_v, KEYS, DV)
+        k_rows = rows_of(grad_k, grad_k_strides, batch, kv_head)
+        v_rows = rows_of(grad_v, grad_v_strides, batch, kv_head)
+        store_tile(k_rows, tile * KEYS, kv_len, acc_k, KEYS, D)
+        store_tile(v_rows, tile * KEYS, kv_len, acc_v, KEYS, DV)
 
 
 @triton.jit
@@ -578,11 +563,12 @@ def _sum_over_rows(
         index = step % tile_count
         row_begin = edge_tile(index, begin, inner, edge, ROWS) if MASKED else inner + index * ROWS
         far = tl.cast(member, tl.int64)
-        q_tile = load_tile(q + far * q_strides[1], q_strides[2], row_begin, q_len, MASKED, ROWS, D)
-        grad_out_rows = grad_out + far * grad_out_strides[1]
-        grad_out_tile = load_tile(grad_out_rows, grad_out_strides[2], row_begin, q_len, MASKED, ROWS, DV)
+        q_rows = (q + far * q_strides[1], q_strides[2])
+        q_tile = load_tile(q_rows, row_begin, q_len, MASKED, ROWS, D)
+        grad_out_rows = (grad_out + far * grad_out_strides[1], grad_out_strides[2])
+        grad_out_tile = load_tile(grad_out_rows, row_begin, q_len, MASKED, ROWS, DV)
         row_lse, row_delta = _load_row_terms(
-            lse + far * lse_strides[1], lse_strides[2], delta + far * delta_strides[1], delta_strides[2],
+            (lse + far * lse_strides[1], lse_strides[2]), (delta + far * delta_strides[1], delta_strides[2]),
             grad_out_tile, row_begin, q_len, FROM_OUT, MASKED, ROWS, DV,
         )  # fmt: skip
         slope, left, right = None, None, None

@@ -20,7 +20,6 @@ from attnmesh.ops.dense.triton_tiles import (
     DenseTiles,
     ScoreTerms,
     add_product,
-    at_head,
     load_positions,
     load_rows,
     load_tile,
@@ -30,6 +29,7 @@ from attnmesh.ops.dense.triton_tiles import (
     pick_tiles,
     row_exponents,
     row_strides,
+    rows_of,
     scale_tile,
     score_keys,
     select_rows,
@@ -75,30 +75,18 @@ def forward(
         result = new_state(q, v.shape[3], out_dtype)
     if launch is not None:
         launch(*given, *result)
-    elif result.out.numel():
-        with torch.cuda.device_of(q):
-            launch = _first_launch(q, k, v, visible, state, sinks, terms, result, scale, causal, tiles, ordered)
-        _known.add(key, launch)
-    return result
-
-
-_known: Recent[Launch] = Recent()
-
-
-def _first_launch(
-    q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, terms: ScoreTerms,
-    result: State, scale: float, causal: bool, tiles: DenseTiles | None, ordered: bool,
-) -> Launch:  # fmt: skip
+        return result
+    if not result.out.numel():
+        return result
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    state_out, state_lse = state or (None, None)
     table = FORWARD_TILES if visible.first is None else BOUNDED_FORWARD_TILES
     tiles = tiles or pick_tiles(table, q, v, held=("q",))
     q_strides, k_strides, v_strides, state_strides, out_strides = row_strides(
         q=q, k=k, v=v, state_out=state_out, out=result.out
     )
     # Without keys the loops are empty and the state passes through.
-    return prepare(
+    launch = prepare(
         _forward_kernel, (triton.cdiv(q_len, tiles.rows) * batch * q_heads,),
         (
             q, q_strides, k, k_strides, v, v_strides, visible.first, visible.end, visible.strides,
@@ -106,10 +94,14 @@ def _first_launch(
             result.out, out_strides, result.lse, result.lse.stride(),
             sinks, q_len, kv_len, q_heads, q_heads // kv_heads, scale, terms.softcap, *terms[1:4],
         ),
-        (q, k, v, visible.first, visible.end, state_out, state_lse, sinks, *terms[1:4], *result),
-        CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys, D=key_dim, DV=value_dim,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        (*given, *result), CAUSAL=causal, PARTS=visible.parts, ORDERED=ordered, ROWS=tiles.rows, KEYS=tiles.keys,
+        D=key_dim, DV=value_dim, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    _known.add(key, launch)
+    return result
+
+
+_known: Recent[Launch] = Recent()
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -127,9 +119,9 @@ def _forward_kernel(
     row_begin = (tile_count - 1 - tile) * ROWS
     rows = row_begin + tl.arange(0, ROWS)
 
-    q_tile = load_tile(at_head(q, q_strides, batch, head), q_strides[2], row_begin, q_len, True, ROWS, D)
-    k_head = at_head(k, k_strides, batch, head // group)
-    v_head = at_head(v, v_strides, batch, head // group)
+    q_tile = load_tile(rows_of(q, q_strides, batch, head), row_begin, q_len, True, ROWS, D)
+    kv_head = head // group
+    keys = (rows_of(k, k_strides, batch, kv_head), rows_of(v, v_strides, batch, kv_head), kv_len)
     slope = None if slopes is None else tl.load(slopes + head)
     row_positions = None if slopes is None else load_positions(q_positions, row_begin, q_len, ROWS)
 
@@ -140,19 +132,19 @@ def _forward_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     raw_max = total + lowest
     if state_out is not None:
-        state_lse_head = at_head(state_lse, state_lse_strides, batch, head)
-        row_max = load_rows(state_lse_head, state_lse_strides[2], row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
+        lse_rows = rows_of(state_lse, state_lse_strides, batch, head)
+        row_max = load_rows(lse_rows, row_begin, q_len, float("-inf"), True, ROWS) * _LOG2_E
         some = row_max != float("-inf")
         total = some.to(tl.float32)
         # The `out` of an empty state does not count: it may hold anything.
-        state_out_head = at_head(state_out, state_out_strides, batch, head)
-        acc = select_rows(load_tile(state_out_head, state_out_strides[2], row_begin, q_len, True, ROWS, DV), some)
+        out_rows = rows_of(state_out, state_out_strides, batch, head)
+        acc = select_rows(load_tile(out_rows, row_begin, q_len, True, ROWS, DV), some)
         raw_max = tl.where(some, row_max / factor, lowest)
 
     acc, total, raw_max = over_keys(
-        _attend, (acc, total, raw_max), (q_tile, factor), (k_head, k_strides[2], v_head, v_strides[2], kv_len),
-        (scale, softcap, slopes, q_positions, k_positions), slope, row_positions, (first, end, bounds_strides),
-        rows, row_begin, q_len, batch, CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
+        _attend, (acc, total, raw_max), (q_tile, factor), keys, (scale, softcap, slopes, q_positions, k_positions),
+        slope, row_positions, (first, end, bounds_strides), rows, row_begin, q_len, batch,
+        CAUSAL, PARTS, ORDERED, ROWS, KEYS, D, DV,
     )  # fmt: skip
     row_max = tl.where(raw_max > lowest, raw_max * factor, float("-inf"))
     if sinks is not None:
@@ -160,9 +152,9 @@ def _forward_kernel(
         acc = scale_tile(acc, acc_scale[:, None])
     # A row without keys has total 0 and row_max -inf: out 0 / 1, lse -inf + -inf.
     result = scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None])
-    store_tile(at_head(out, out_strides, batch, head), out_strides[2], row_begin, q_len, result, ROWS, DV)
-    lse_head = at_head(lse, lse_strides, batch, head)
-    store_rows(lse_head, lse_strides[2], row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
+    store_tile(rows_of(out, out_strides, batch, head), row_begin, q_len, result, ROWS, DV)
+    lse = rows_of(lse, lse_strides, batch, head)
+    store_rows(lse, row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
 
 
 @triton.jit
@@ -174,9 +166,7 @@ def _attend(
     MASKED: tl.constexpr = row_first is not None
     acc, total, raw_max = carry
     q_tile, factor = held
-    _, v_tile, scores, _ = score_keys(
-        q_tile, keys, terms, slope, row_positions, key_begin, MASKED, False, KEYS, D, DV
-    )  # fmt: skip
+    _, v_tile, scores, _ = score_keys(q_tile, keys, terms, slope, row_positions, key_begin, MASKED, False, KEYS, D, DV)
     if MASKED:
         key = key_begin + tl.arange(0, KEYS)[None, :]
         scores = tl.where((key >= row_first[:, None]) & (key < row_end[:, None]), scores, float("-inf"))

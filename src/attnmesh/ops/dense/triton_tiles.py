@@ -96,9 +96,7 @@ def blocks_of(width: int) -> tuple[int, int]:
 _blocks_of = triton.constexpr_function(blocks_of)
 
 
-def pick_tiles(
-    table: dict[tuple[int, int], DenseTiles], q: Tensor, v: Tensor, *, held: tuple[str, ...]
-) -> DenseTiles:  # fmt: skip
+def pick_tiles(table: dict[tuple[int, int], DenseTiles], q: Tensor, v: Tensor, *, held: tuple[str, ...]) -> DenseTiles:
     """The entry of `table` for the widths of keys and values and for the dtype, reduced until it fits the device.
 
     `held` are the tensors of which a program holds one tile while it reads tile after tile of the others.
@@ -250,16 +248,22 @@ def row_strides(**tensors: Tensor | None) -> list[tuple[int, int, int]]:
 
 
 @triton.jit
-def locate(tile_count, heads):
-    """The (tile, head, batch) of this program. Tiles of one head are adjacent and share its keys in L2."""
+def locate(inner, middle):
+    """Of this program, such as the (tile, head, batch): tiles of one head are adjacent and share its keys in L2."""
     program = tl.program_id(0)
-    return program % tile_count, program // tile_count % heads, program // (tile_count * heads)
+    return program % inner, program // inner % middle, program // (inner * middle)
 
 
 @triton.jit
 def at_head(base, strides, batch, head):
     """The beginning of a head, in int64: a tensor may have more than 2**31 elements."""
     return base + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def rows_of(base, strides, batch, head):
+    """The rows of a head: where they begin, and their stride."""
+    return at_head(base, strides, batch, head), strides[2]
 
 
 @triton.jit
@@ -276,21 +280,19 @@ def tile_mask(begin, limit, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.con
 
 
 @triton.jit
-def load_tile(base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def load_tile(rows, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Rows [begin, begin + ROWS) of one head, as blocks of columns. If EDGE, rows from `limit` on read as zero."""
     BLOCKS: tl.constexpr = _blocks_of(D)
-    main = load_block(base, stride, begin, limit, EDGE, ROWS, D, BLOCKS[0])
+    main = load_block(rows, begin, limit, EDGE, ROWS, D, BLOCKS[0])
     if BLOCKS[1] > 0:
-        rest = load_block(base + BLOCKS[0], stride, begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
+        rest = load_block((rows[0] + BLOCKS[0], rows[1]), begin, limit, EDGE, ROWS, D - BLOCKS[0], BLOCKS[1])
     return (main, rest) if BLOCKS[1] > 0 else (main,)
 
 
 @triton.jit
-def load_block(
-    base, stride, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def load_block(rows, begin, limit, EDGE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """The first D columns of such rows, as one block of BLOCK_D columns."""
-    pointers = tile_pointers(base, stride, begin, ROWS, BLOCK_D)
+    pointers = tile_pointers(rows[0], rows[1], begin, ROWS, BLOCK_D)
     if EDGE:
         block = tl.load(pointers, mask=tile_mask(begin, limit, ROWS, D, BLOCK_D), other=0.0)
     elif D < BLOCK_D:
@@ -301,24 +303,22 @@ def load_block(
 
 
 @triton.jit
-def store_tile(base, stride, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr):
-    """The inverse of `load_tile`, in the dtype of `base`."""
+def store_tile(rows, begin, limit, tile, ROWS: tl.constexpr, D: tl.constexpr):
+    """The inverse of `load_tile`, in the dtype of the rows."""
     BLOCKS: tl.constexpr = _blocks_of(D)
-    mask = tile_mask(begin, limit, ROWS, D, BLOCKS[0])
-    tl.store(tile_pointers(base, stride, begin, ROWS, BLOCKS[0]), tile[0].to(base.dtype.element_ty), mask=mask)
-    if BLOCKS[1] > 0:
-        mask = tile_mask(begin, limit, ROWS, D - BLOCKS[0], BLOCKS[1])
-        pointers = tile_pointers(base + BLOCKS[0], stride, begin, ROWS, BLOCKS[1])
-        tl.store(pointers, tile[1].to(base.dtype.element_ty), mask=mask)
+    for i in tl.static_range(len(tile)):
+        mask = tile_mask(begin, limit, ROWS, D - i * BLOCKS[0], BLOCKS[i])
+        pointers = tile_pointers(rows[0] + i * BLOCKS[0], rows[1], begin, ROWS, BLOCKS[i])
+        tl.store(pointers, tile[i].to(rows[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def add_to_tile(base, stride, begin, limit, tile, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def add_to_tile(rows, begin, limit, tile, OVERWRITE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
     """Adds a tile to rows [begin, begin + ROWS) of one head, or overwrites them. No other program writes them."""
     if not OVERWRITE:
-        old = load_tile(base, stride, begin, limit, True, ROWS, D)
+        old = load_tile(rows, begin, limit, True, ROWS, D)
         tile = (old[0] + tile[0], old[1] + tile[1]) if len(tile) == 2 else (old[0] + tile[0],)
-    store_tile(base, stride, begin, limit, tile, ROWS, D)
+    store_tile(rows, begin, limit, tile, ROWS, D)
 
 
 @triton.jit
@@ -362,10 +362,10 @@ def scale_tile(tile, factor):
 
 
 @triton.jit
-def load_rows(base, stride, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.constexpr):
+def load_rows(rows, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.constexpr):
     """One value per row of [begin, begin + ROWS). If EDGE, rows from `limit` on read as `other`."""
     near = tl.arange(0, ROWS)
-    pointers = base + tl.cast(begin, tl.int64) * stride + near * stride
+    pointers = rows[0] + tl.cast(begin, tl.int64) * rows[1] + near * rows[1]
     if EDGE:
         values = tl.load(pointers, mask=begin + near < limit, other=other)
     else:
@@ -374,10 +374,10 @@ def load_rows(base, stride, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.co
 
 
 @triton.jit
-def store_rows(base, stride, begin, limit, value, ROWS: tl.constexpr):
+def store_rows(rows, begin, limit, value, ROWS: tl.constexpr):
     """The inverse of `load_rows`."""
     near = tl.arange(0, ROWS)
-    tl.store(base + tl.cast(begin, tl.int64) * stride + near * stride, value, mask=begin + near < limit)
+    tl.store(rows[0] + tl.cast(begin, tl.int64) * rows[1] + near * rows[1], value, mask=begin + near < limit)
 
 
 @triton.jit
@@ -386,12 +386,8 @@ def base2_scores(products, scale, softcap, slope, left_positions, right_position
 
     Positions belong to the two dimensions of the products, in float32. EXACT is for float32 inputs.
     """
-    if softcap is not None:
-        capped = tanh(products * (scale / softcap), EXACT)
-        scores = capped * (softcap * _LOG2_E)
-    else:
-        capped = products
-        scores = products * (scale * _LOG2_E)
+    capped = products if softcap is None else tanh(products * (scale / softcap), EXACT)
+    scores = capped * ((scale if softcap is None else softcap) * _LOG2_E)
     if slope is not None:
         scores -= (slope * _LOG2_E) * tl.abs(left_positions[:, None] - right_positions[None, :])
     return scores, capped
@@ -450,12 +446,9 @@ def visible_keys(first, end, rows, row_count, key_count, CAUSAL: tl.constexpr):
     if first is not None:
         row_first = tl.load(first + rows, mask=real, other=0)
         row_end = tl.load(end + rows, mask=real, other=0)
-    elif CAUSAL:
-        row_first = tl.zeros_like(rows)
-        row_end = tl.where(real, rows + 1, 0)
     else:
         row_first = tl.zeros_like(rows)
-        row_end = tl.where(real, key_count, 0)
+        row_end = tl.where(real, rows + 1 if CAUSAL else key_count, 0)
     return row_first, row_end
 
 
@@ -471,7 +464,7 @@ def over_keys(
     all rows attend to all of the tile. `mask` has the bounds and their strides.
     """
     first, end, strides = mask
-    kv_len = keys[4]
+    kv_len = keys[2]
     for part in range(PARTS):
         part_first = None if first is None else at_part(first, strides, part, batch)
         part_end = None if first is None else at_part(end, strides, part, batch)
@@ -482,15 +475,11 @@ def over_keys(
             inner, edge = begin, begin
         else:
             for key_begin in range(inner, edge, KEYS):
-                carry = STEP(
-                    carry, held, keys, terms, slope, row_positions, key_begin, None, None, KEYS, D, DV
-                )  # fmt: skip
+                carry = STEP(carry, held, keys, terms, slope, row_positions, key_begin, None, None, KEYS, D, DV)
         row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
         for index in range(edge_count(begin, inner, edge, stop, KEYS)):
             key_begin = edge_tile(index, begin, inner, edge, KEYS)
-            carry = STEP(
-                carry, held, keys, terms, slope, row_positions, key_begin, row_first, row_end, KEYS, D, DV
-            )  # fmt: skip
+            carry = STEP(carry, held, keys, terms, slope, row_positions, key_begin, row_first, row_end, KEYS, D, DV)
     return carry
 
 
@@ -501,12 +490,12 @@ def score_keys(
 ):  # fmt: skip
     """A tile of keys and of values, and `base2_scores` of the keys; if not BASE2, products to which nothing is added.
 
-    `keys` are the keys and values of a head, their strides and their number.
+    `keys` are the keys and values of a head, and their number.
     """
     scale, softcap, _, _, k_positions = terms
-    k, k_stride, v, v_stride, kv_len = keys
-    k_tile = load_tile(k, k_stride, begin, kv_len, EDGE, KEYS, D)
-    v_tile = load_tile(v, v_stride, begin, kv_len, EDGE, KEYS, DV)
+    k, v, kv_len = keys
+    k_tile = load_tile(k, begin, kv_len, EDGE, KEYS, D)
+    v_tile = load_tile(v, begin, kv_len, EDGE, KEYS, DV)
     left, right = None, None
     if slope is not None:
         origin = tl.load(k_positions + begin)
@@ -533,12 +522,9 @@ def key_phases(
             some = row_first < row_end
             begin = tl.min(tl.where(some, row_first, key_count), 0)
             stop = tl.max(tl.where(some, row_end, 0), 0)
-    elif CAUSAL:
-        begin, full_begin = 0, 0
-        full_end, stop = row_begin + 1, row_stop
     else:
         begin, full_begin = 0, 0
-        full_end, stop = key_count, key_count
+        full_end, stop = (row_begin + 1, row_stop) if CAUSAL else (key_count, key_count)
     return split_phases(begin, full_begin, full_end, stop, BLOCK)
 
 

@@ -36,35 +36,37 @@ so that no step waits for shared memory to pass on the result of the step before
 import triton
 import triton.language as tl
 
-from attnmesh.ops.dense.triton_tiles import at_head, tile_pointers
+from attnmesh.ops.dense.triton_tiles import at_head, locate, rows_of, tile_pointers
 
 SIZES = ["length", "chunks", "heads", "groups", "splits"]  # not specialized: other sizes would compile anew
 _LOWEST = tl.constexpr(-87.0)  # the logarithm of the smallest float32
 
 
 @triton.jit
-def place(heads, chunks):
-    """The (head, chunk, batch) of this program. Heads that read the same keys are adjacent."""
-    program = tl.program_id(0)
-    return program % heads, program // heads % chunks, program // (heads * chunks)
+def _positions(rows, begin, length, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN: tl.constexpr):
+    """Pointers to rows [begin, begin + C) of one head, from a column on, and which are before `length` and column D."""
+    mask = (begin + tl.arange(0, C) < length)[:, None]
+    if D - COLUMN < BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D) < D - COLUMN)[None, :]
+    return tile_pointers(rows[0] + COLUMN, rows[1], begin, C, BLOCK_D), mask
 
 
 @triton.jit
-def load_positions(base, stride, begin, length, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows [begin, begin + C) of one head; 0 from `length` on and beyond D columns."""
-    mask = (begin + tl.arange(0, C) < length)[:, None]
-    if D < BLOCK_D:
-        mask = mask & (tl.arange(0, BLOCK_D) < D)[None, :]
-    return tl.load(tile_pointers(base, stride, begin, C, BLOCK_D), mask=mask, other=0.0)
+def load_positions(
+    rows, begin, length, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN: tl.constexpr = 0
+):
+    """Rows [begin, begin + C) of one head, from a column on; 0 from `length` and from column D on."""
+    pointers, mask = _positions(rows, begin, length, C, D, BLOCK_D, COLUMN)
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_positions(base, stride, begin, length, tile, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The inverse of `load_positions`, in the dtype of `base`."""
-    mask = (begin + tl.arange(0, C) < length)[:, None]
-    if D < BLOCK_D:
-        mask = mask & (tl.arange(0, BLOCK_D) < D)[None, :]
-    tl.store(tile_pointers(base, stride, begin, C, BLOCK_D), tile.to(base.dtype.element_ty), mask=mask)
+def store_positions(
+    rows, begin, length, tile, C: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, COLUMN: tl.constexpr = 0
+):
+    """The inverse of `load_positions`, in the dtype of the rows."""
+    pointers, mask = _positions(rows, begin, length, C, D, BLOCK_D, COLUMN)
+    tl.store(pointers, tile.to(rows[0].dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -172,7 +174,7 @@ def prepare_kernel(
     EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a chunk needs no state for: p, w [C, K], u [V, C], and the decays. `t` is None if nobody reads it."""
-    head, chunk, batch = place(heads, chunks)
+    head, chunk, batch = locate(heads, chunks)  # heads that read the same keys are adjacent
     group, begin = head // (heads // groups), chunk * C
     number = (batch * heads + head) * chunks + chunk
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -184,7 +186,7 @@ def prepare_kernel(
     if beta is not None:
         step = _per_position(beta, beta_strides, batch, head, begin, length, C)
     if DELTA:
-        keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
+        keys = load_positions(rows_of(k, k_strides, batch, group), begin, length, C, K, BK)
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         products *= step[:, None] * _decays_between(logs, C, EXACT)
         inverse = _unit_lower_inverse(tl.where(row > column, products, 0.0), C, PRECISION).to(dtype)
@@ -193,29 +195,23 @@ def prepare_kernel(
     tl.store(gate_pointers, scale * from_start)
     tl.store(gate_pointers + C, to_end)
     tl.store(whole + number, decay)
-    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
+    keys = load_positions(rows_of(k, k_strides, batch, group), begin, length, C, K, BK)
     if DELTA:
         if t is not None:
             tl.store(block_pointers(t, number, C, C), inverse)
         erased = ((step * from_start)[:, None] * keys.to(tl.float32)).to(dtype)
         tl.store(block_pointers(w, number, C, BK), tl.dot(inverse, erased, input_precision=PRECISION).to(dtype))
-    values = at_head(v, v_strides, batch, head)
+    values = rows_of(v, v_strides, batch, head)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     for block in tl.static_range(BLOCKS):
-        written = load_positions(values + block * BV, v_strides[2], begin, length, C, V - block * BV, BV)
+        written = load_positions(values, begin, length, C, V, BV, block * BV)
         written = (step[:, None] * written.to(tl.float32)).to(dtype)
         if DELTA:
             written = tl.dot(inverse, written, input_precision=PRECISION).to(dtype)
         tl.store(block_pointers(u, number * BLOCKS + block, BV, C), tl.trans(written))
-    queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
+    queries = load_positions(rows_of(q, q_strides, batch, group), begin, length, C, K, BK)
     products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     tl.store(block_pointers(p, number, C, C), (scale * products * _decays_between(logs, C, EXACT)).to(dtype))
-
-
-@triton.jit
-def _earlier_and_later(by_from_start, by_to_end):
-    """The gradient of each logarithm, from the gradients of the sums up to a position and of the sums after it."""
-    return tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -231,15 +227,15 @@ def gradients_kernel(
     Those of q and k are sums over a share of the heads of a group, [splits, B, G, S, K]. With DELTA,
     `delta_gradients_kernel` adds to the gradients of k and g, and computes the others.
     """
-    share, chunk, rest = place(splits, chunks)
+    share, chunk, rest = locate(splits, chunks)
     group, batch = rest % groups, rest // groups
     begin, ratio = chunk * C, heads // groups
     near = tl.arange(0, C)
     dtype = q.dtype.element_ty
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
 
-    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
-    queries = load_positions(at_head(q, q_strides, batch, group), q_strides[2], begin, length, C, K, BK)
+    keys = load_positions(rows_of(k, k_strides, batch, group), begin, length, C, K, BK)
+    queries = load_positions(rows_of(q, q_strides, batch, group), begin, length, C, K, BK)
     grad_q = tl.zeros((BK, C), tl.float32)
     grad_k = tl.zeros((BK, C), tl.float32)
     for member in range(share * ratio // splits, (share + 1) * ratio // splits):
@@ -258,10 +254,7 @@ def gradients_kernel(
         by_p = tl.zeros((C, C), tl.float32)
         for block in tl.static_range(BLOCKS):
             at = number * BLOCKS + block
-            grad = load_positions(
-                at_head(by_out, by_out_strides, batch, head) + block * BV, by_out_strides[2], begin, length, C,
-                V - block * BV, BV,
-            )  # fmt: skip
+            grad = load_positions(rows_of(by_out, by_out_strides, batch, head), begin, length, C, V, BV, block * BV)
             state = tl.load(block_pointers(states, at, BV, BK))
             by_state = tl.load(block_pointers(by_states, at, BV, BK))
             by_decay += tl.sum(tl.sum(state.to(tl.float32) * by_state.to(tl.float32), 1), 0)
@@ -277,21 +270,18 @@ def gradients_kernel(
                 by_value = tl.trans(tl.load(block_pointers(by_values, at, BV, C))).to(tl.float32)
                 by_given = step[:, None] * by_value
                 if beta is not None or skip is not None:
-                    given = load_positions(
-                        at_head(v, v_strides, batch, head) + block * BV, v_strides[2], begin, length, C,
-                        V - block * BV, BV,
-                    ).to(tl.float32)  # fmt: skip
+                    given = load_positions(rows_of(v, v_strides, batch, head), begin, length, C, V, BV, block * BV)
+                    given = given.to(tl.float32)
                     by_step += tl.sum(by_value * given, 1)
                 if skip is not None:
                     by_given += tl.load(skip + head).to(tl.float32) * grad.to(tl.float32)
                     by_weight += tl.sum(tl.sum(grad.to(tl.float32) * given, 1), 0)
-                store_positions(
-                    at_head(by_v, by_v_strides, batch, head) + block * BV, by_v_strides[2], begin, length, by_given,
-                    C, V - block * BV, BV,
-                )  # fmt: skip
+                given_rows = rows_of(by_v, by_v_strides, batch, head)
+                store_positions(given_rows, begin, length, by_given, C, V, BV, block * BV)
         if skip is not None:
             tl.store(by_skip + number, by_weight)
-        by_logs = _earlier_and_later(by_from_start, by_to_end) + decay * by_decay
+        # Each logarithm is in the sums up to later positions, in those after earlier ones, and in that of the chunk.
+        by_logs = tl.cumsum(by_from_start, 0, reverse=True) + tl.cumsum(by_to_end, 0) - by_to_end + decay * by_decay
         by_between = by_p * tl.load(block_pointers(p, number, C, C)).to(tl.float32)
         if EXACT:
             later = near[:, None] > near[None, :]
@@ -309,8 +299,8 @@ def gradients_kernel(
             tl.store(by_beta + offset + near, by_step.to(by_beta.dtype.element_ty), mask=inside)
 
     offset = ((share * (tl.num_programs(0) // (splits * chunks)) + batch * groups + group).to(tl.int64) * length) * K
-    store_positions(by_q + offset, K, begin, length, tl.trans(grad_q), C, K, BK)
-    store_positions(by_k + offset, K, begin, length, tl.trans(grad_k), C, K, BK)
+    store_positions((by_q + offset, K), begin, length, tl.trans(grad_q), C, K, BK)
+    store_positions((by_k + offset, K), begin, length, tl.trans(grad_k), C, K, BK)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -325,7 +315,7 @@ def delta_gradients_kernel(
 
     The gradient of t, [j, i], is that of its transpose.
     """
-    share, chunk, rest = place(splits, chunks)
+    share, chunk, rest = locate(splits, chunks)
     group, batch = rest % groups, rest // groups
     begin, ratio = chunk * C, heads // groups
     near = tl.arange(0, C)
@@ -333,7 +323,7 @@ def delta_gradients_kernel(
     dtype = k.dtype.element_ty
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
 
-    keys = load_positions(at_head(k, k_strides, batch, group), k_strides[2], begin, length, C, K, BK)
+    keys = load_positions(rows_of(k, k_strides, batch, group), begin, length, C, K, BK)
     into_k = ((share * (tl.num_programs(0) // (splits * chunks)) + batch * groups + group).to(tl.int64) * length) * K
     grad_k = tl.zeros((BK, C), tl.float32)
     for member in range(share * ratio // splits, (share + 1) * ratio // splits):
@@ -352,14 +342,10 @@ def delta_gradients_kernel(
             y = tl.dot(by_value, inverse, input_precision=PRECISION)
             solved = tl.load(block_pointers(u, at, BV, C))
             by_t = tl.dot(tl.trans(solved), y.to(dtype), by_t, input_precision=PRECISION)
-            given = load_positions(
-                at_head(v, v_strides, batch, head) + block * BV, v_strides[2], begin, length, C, V - block * BV, BV
-            )  # fmt: skip
+            given = load_positions(rows_of(v, v_strides, batch, head), begin, length, C, V, BV, block * BV)
             by_step += tl.sum(y * tl.trans(given).to(tl.float32), 0)
-            store_positions(
-                at_head(by_v, by_v_strides, batch, head) + block * BV, by_v_strides[2], begin, length,
-                tl.trans(y * step[None, :]), C, V - block * BV, BV,
-            )  # fmt: skip
+            given_rows = rows_of(by_v, by_v_strides, batch, head)
+            store_positions(given_rows, begin, length, tl.trans(y * step[None, :]), C, V, BV, block * BV)
 
         logs = _log_decays(g, g_strides, ages, age_stride, batch, head, begin, length, C)
         from_start, _, _ = _decays(logs, C, EXACT)
@@ -387,8 +373,8 @@ def delta_gradients_kernel(
         by_logs += tl.load(part_of_g + offset + near, mask=inside, other=0.0)
         tl.store(by_g + offset + near, by_logs.to(by_g.dtype.element_ty), mask=inside)
         tl.store(by_beta + offset + near, by_step.to(by_beta.dtype.element_ty), mask=inside)
-    part = load_positions(part_of_k + into_k, K, begin, length, C, K, BK)
-    store_positions(by_k + into_k, K, begin, length, tl.trans(grad_k) + part, C, K, BK)
+    part = load_positions((part_of_k + into_k, K), begin, length, C, K, BK)
+    store_positions((by_k + into_k, K), begin, length, tl.trans(grad_k) + part, C, K, BK)
 
 
 @triton.jit
@@ -424,9 +410,9 @@ def states_kernel(
     if BLOCKS > VALUE_BLOCKS:
         own = (block - VALUE_BLOCKS) * BV + tl.arange(0, BV)
         state = tl.where(tl.arange(0, BK)[None, :] == own[:, None], 1.0, state)  # own < 0 for columns of values
-    k = at_head(k, k_strides, batch, group)
+    k = rows_of(k, k_strides, batch, group)
     if out is not None:
-        q = at_head(q, q_strides, batch, group)
+        q = rows_of(q, q_strides, batch, group)
         out = at_head(out, out_strides, batch, head) + block * BV
         if skip is not None:
             weight = tl.load(skip + head).to(tl.float32)
@@ -460,7 +446,7 @@ def states_kernel(
         if values is not None:
             tl.store(block_pointers(values, at, BV, C), value.to(dtype))
         if out is not None:
-            queries = load_positions(q, q_strides[2], begin, length, C, K, BK)
+            queries = load_positions(q, begin, length, C, K, BK)
             mix = tl.load(block_pointers(p, number, C, C))
             result = tl.dot(low, tl.trans(queries), input_precision=PRECISION) * from_start[None, :]
             result = tl.dot(value.to(dtype), tl.trans(mix), result, input_precision=PRECISION)
@@ -473,7 +459,7 @@ def states_kernel(
                 result += weight * given.to(tl.float32)
             tl.store(rows, result.to(out.dtype.element_ty), mask=there)
             from_start = next_from_start
-        keys = load_positions(k, k_strides[2], begin, length, C, K, BK)
+        keys = load_positions(k, begin, length, C, K, BK)
         value = (value * tl.load(gates + chunk * (2 * C) + C)[None, :]).to(dtype)
         state = tl.dot(value, keys, state * decay, input_precision=PRECISION)
         decay = next_decay
@@ -507,7 +493,7 @@ def state_gradients_kernel(
     if by_final is not None:
         pointers, mask = _state_pointers(by_final, sequence, block * BV, K, V, BK, BV)
         state = tl.load(pointers, mask=mask, other=0.0)
-    k, q = at_head(k, k_strides, batch, group), at_head(q, q_strides, batch, group)
+    k, q = rows_of(k, k_strides, batch, group), rows_of(q, q_strides, batch, group)
     by_out = at_head(by_out, by_out_strides, batch, head) + block * BV
 
     # What no product waits for is loaded a turn ahead: Triton loads only operands of products early.
@@ -530,8 +516,8 @@ def state_gradients_kernel(
             there = there & (block * BV + column < V)[None, :]
         within = tl.arange(0, C)[:, None] * by_out_strides[2] + column[None, :]
         grad = tl.load(by_out + tl.cast(begin, tl.int64) * by_out_strides[2] + within, mask=there, other=0.0)
-        keys = load_positions(k, k_strides[2], begin, length, C, K, BK)
-        queries = load_positions(q, q_strides[2], begin, length, C, K, BK)
+        keys = load_positions(k, begin, length, C, K, BK)
+        queries = load_positions(q, begin, length, C, K, BK)
         state *= decay
         if DELTA or by_values is not None:
             mix = tl.load(block_pointers(p, number, C, C))
