@@ -368,6 +368,9 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Programs whose name contains this. Repeatable.")
     ] = None,
+    leave_out: Annotated[
+        list[str] | None, typer.Option("--except", help="Leave out programs whose name contains this. Repeatable.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of times each program is timed.")] = 5,
     processes: Annotated[int, typer.Option(min=1, help="Processes of each checkout, which build programs.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Start no program after this time.")] = 600.0,
@@ -378,9 +381,14 @@ def main(
     if not (before / "src" / "attnmesh").is_dir():
         raise typer.BadParameter(f"has no src/attnmesh: {before}", param_hint="BEFORE")
     chosen = default_device(device)
-    names = [name for name in programs(chosen) if not only or any(part in name for part in only)]
+    every = programs(chosen)
+    names = [
+        name
+        for name in every
+        if (not only or any(part in name for part in only)) and not any(part in name for part in leave_out or ())
+    ]
     if not names:
-        raise typer.BadParameter(f"matches none of: {'; '.join(programs(chosen))}", param_hint="--only")
+        raise typer.BadParameter(f"leave none of: {'; '.join(every)}", param_hint="--only and --except")
     measured = compare(before.resolve(), chosen, names, rounds=rounds, processes=processes, seconds=seconds)
     found = publish("before_after", chosen, measured, json)
     for row in (row for section in found.values() for row in section):

@@ -29,6 +29,13 @@ def test_a_folder_without_the_package_is_refused(tmp_path):
     assert "has no src/attnmesh" in result.output
 
 
+def test_programs_are_chosen_and_left_out_by_parts_of_their_names():
+    command = [str(HERE), "--device", "cpu", "--only", "decode", "--except", "dec"]
+    result = CliRunner().invoke(before_after.app, command, terminal_width=200)
+    assert result.exit_code == 2
+    assert "leave none of: backward causal" in result.output
+
+
 @pytest.mark.sweep
 def test_a_checkout_is_compared_with_itself():
     result = CliRunner().invoke(before_after.app, [str(HERE), "--device", "cpu", "--rounds", "2"])

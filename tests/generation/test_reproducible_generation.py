@@ -153,7 +153,7 @@ def force(text: list[int]) -> Any:
     return forced
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [sweep(1), 3])
 def test_a_prompt_that_is_decoded_token_by_token_has_the_bits_of_its_prefill(one, world):
     """Chunks of one token."""
     text = texts(one)[2 if world > 1 else 0]

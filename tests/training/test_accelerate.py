@@ -72,10 +72,10 @@ QUICK = {
     "packing, windows and LoRA": (sft_log, "mistral", {"peft": "lora"}),
     "own loop": (loop_log, "mistral", {}),
     "images": (image_log, "gemma3", {"gradient_accumulation_steps": 2}),
-    "images in an own loop": (image_loop_log, "qwen2_5_vl", {}),
     "leakage": (packed_logits, "mistral", {}),
 }  # fmt: skip
 SLOW = {
+    "images in an own loop": (image_loop_log, "qwen2_5_vl", {}),
     "images and FSDP2": (image_log, "qwen3_vl", {"fsdp": True, "fsdp_config": {"version": 2}}),
     "images and checkpointing": (image_log, "qwen2_5_vl", {"gradient_checkpointing": True}),
     "bf16": (trainer_log, "llama", {"bf16": True}),

@@ -101,7 +101,7 @@ def layers_of(model: ModelConfig, dtype: str) -> list[Layer]:
 class Call:
     """A step of one kind of layer, with `batch` sequences of `length` tokens.
 
-    `ranks` are those of context parallelism (train and prefill). The KV cache has blocks of `block_size` tokens in
+    `ranks` are the ranks of context parallelism (train and prefill). The KV cache has blocks of `block_size` tokens in
     `storage`, by default the dtype.
     """
 

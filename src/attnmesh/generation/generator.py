@@ -56,7 +56,7 @@ class Generator:
     the answers do not depend on ranks, chunks or prefix reuse. `prefill_chunk` is the most tokens of a prefill pass, by
     default a whole prompt; the first chunk of a prompt is divided over ranks by `layout`, and computed by `schedule`.
     With `reproducible` the logits of a token have the same bits on any number of ranks, in any chunks and
-    batches, and are those of reproducible training; see the page on reproducibility.
+    batches, as in reproducible training; see the page on reproducibility.
 
     `generate` answers prompts. `submit` takes one request at a time, and `step` computes the next tokens of all
     requests in progress: a group computes at most `step_tokens` tokens per step (default 2048, or more if

@@ -3,8 +3,8 @@
 Such a model embeds its tokens, encodes the images, puts their features in place of placeholder tokens, finds positions
 and masks, and calls its language model. What it finds depends on the whole rows. So its code is given the whole batch,
 with one exception: embeddings are computed for this rank's tokens only (`ShardedEmbeddings`). Hooks before the language
-model take this rank's shard of the other arguments. The images are encoded on every rank, whose gradients for the
-encoder are those of its own tokens: their sum over ranks is the gradient, as for all parameters.
+model take this rank's shard of the other arguments. The images are encoded on every rank, and its gradients for
+the encoder come from its own tokens: their sum over ranks is the gradient, as for all parameters.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def serve_images(model: Any) -> None:
 
 
 def whole_arguments(model: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's own code: those of the whole batch. The language model gets the shards."""
+    """The model's own code gets the arguments of the whole batch, the language model gets the shards."""
     attention_pass: WholePass = kwargs["attention_pass"]
     if attention_pass.leaves is not None:
         raise ValueError(
@@ -150,7 +150,7 @@ def _passes_count(kind: type[nn.Module]) -> bool:
 
 
 class ShardedEmbeddings:
-    """The embeddings [B, S, hidden] of the whole batch, of which this rank has those of its tokens.
+    """The embeddings [B, S, hidden] of the whole batch, of which this rank has the rows of its tokens.
 
     Models read their shape and put image features in the places of a mask, which is done here for this rank's tokens.
     For whatever else is done with them, every rank gathers all of them: right, in more memory.

@@ -146,8 +146,8 @@ def ring_distributed_attention(
     ValueError. A block outside the pool raises ValueError on the CPU; on a GPU out and lse of the sequence are NaN.
 
     `mask` must be causal, and may hide more: `Chunked(8192)`, `Causal() & (Global(4) | SlidingWindow(1023))`,
-    `Causal() & Documents(lengths)` with the documents of all `q_offset + S` positions, a mask per sequence. Chunks are
-    those of `ring_chunks` for every mask: they balance the work of `Causal`.
+    `Causal() & Documents(lengths)` with the documents of all `q_offset + S` positions, a mask per sequence. Every
+    mask has the chunks of `ring_chunks`, which balance the work of `Causal`.
 
     Pass `ring_size` and `ring_id`, or a `group` (a ProcessGroup, a one-dimensional DeviceMesh, a comm), which implies
     them. With a group, ranks first compare their arguments, and dk and dv are summed over the group (in float32,

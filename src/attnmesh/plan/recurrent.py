@@ -57,7 +57,7 @@ LATENCY_BYTES = 2**19
 class ScanPlan:
     """The segments of all ranks in the order of positions, and the heads that every rank scans.
 
-    With `parts` above 1, a head is as many heads with as many columns less; `heads` and `sizes` are of those.
+    With `parts` above 1, `heads` and `sizes` count a head as `parts` heads, each with a part of its columns.
     """
 
     segments: tuple[PlannedSegment, ...]

@@ -359,7 +359,7 @@ def _ring_buffers(shards: Shards, groups: tuple[tuple[int, ...], ...], world: in
 
 
 def _joined(grouped: GroupedWorkload) -> Joined:
-    """How many blocks a stage of the rings joins: those of all ranks of a node, never those between nodes."""
+    """How many blocks a stage joins: only in rings whose ranks are all on one node."""
     workload = grouped.workload
     if workload.world != grouped.shards.world:
         return Joined()

@@ -70,7 +70,7 @@ _patches = Patches()
 def flex_attention(config: Any, *, schedule: str = "auto", backend: str = "auto") -> Any:
     """The override of FlexAttention, to be named in `override.imports`. `schedule` and `backend` as in ContextParallel.
 
-    It calls `enable()`. The masks are those of the model's `get_attention_masks`.
+    It calls `enable()`. The masks come from the model's `get_attention_masks`.
     """
     return _replaced(config, FlexAttentionOverRanks.Config, schedule, backend)
 

@@ -101,8 +101,8 @@ def decode_attention(
         alibi_slopes: [Hq], adds `-slope * |token's position - key's position|` to the scores. It becomes a `mask`, in
             memory of a number per score. Excludes `key_range`.
         share_cache: the caches have batch size 1, and all sequences read them.
-        max_splits: maximum number of parts that the keys of a sequence and head are split into. By default as many as
-            fill the device.
+        max_splits: maximum number of parts that the keys of a sequence and head are split into. By default enough
+            to fill the device.
         split_size: fixed number of keys per part instead. The bits of a sequence then depend on that sequence only.
         key_range: (first, end), integers [B,T] each, on the device of q; replaces the causal mask and `window`. Token t
             of sequence b attends to the keys `first[b,t] <= k < end[b,t]` up to cur_pos, as needed where the cache

@@ -1,8 +1,8 @@
 """Decode on the CPU: torch's flash kernel over the rows of one kv head, a few equal parts of the keys at a time.
 
 The query heads of one kv head and their T tokens are the rows of one product, so each key is read once for all of them.
-A float32 cache is read in place. Blocks of a pool and narrower dtypes are first gathered and widened, as many keys at a
-time as stay in the cores' caches. The cost of a sequence is proportional to its visible keys.
+A float32 cache is read in place. Blocks of a pool and narrower dtypes are first gathered and widened, few enough keys
+at a time to stay in the cores' caches. The cost of a sequence is proportional to its visible keys.
 
 At the sizes of a decode step each torch call takes as long as reading a hundred keys. So one token over keys that are
 adjacent in a pool of blocks is a single call of the kernel, without a copy (`AdjacentKeys`), and the short caches of a

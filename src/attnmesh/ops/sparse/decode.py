@@ -51,7 +51,7 @@ def paged_sparse_decode_attention(
         shard: the positions that this cache holds, as `BlockCache` takes it: `indices` are positions of the whole
             sequence, and indices of other ranks are treated as padding.
         split_size: fixed number of indices per part of the work. The bits of a token then depend on that token only; by
-            default the indices are split into as many parts as fill the device.
+            default the indices are split into enough parts to fill the device.
         out_dtype: torch.float32 returns the unrounded out, for states that will be merged; the dtype of q by default.
         return_max_logits: also return the largest scaled score, [B, T, heads] like lse, without sinks.
         backend: "auto", "gluon", "triton" or "torch".

@@ -82,8 +82,8 @@ def reshard(
 
     Keys and values keep their storage type and every bit. A rank receives only what it lacks. `cache` does not change,
     and both caches exist until the caller drops it. Besides them a rank needs `2 * message_bytes`, and indices.
-    `block_size` and `max_length` are by default the cache's, and `num_blocks`, per rank, as many as hold as many
-    tokens in total. `device` is that of the cache, or torch's default device on a rank without one.
+    `block_size` and `max_length` are by default the cache's, and `num_blocks`, per rank, is by default enough for the
+    same number of tokens in total. `device` is the cache's, or torch's default device on a rank without one.
 
     With `into`, a cache with the sharding `to` that its ranks pass, the sequences join those that are there, in free
     rows. Returned are the new sequences by their rows in `cache`, and None on ranks that pass no `into`. Raises

@@ -2,8 +2,8 @@
 
 It is what a rank needs to know of a cache that is on other ranks or in files, and it is written as JSON.
 
-Sequences with common blocks (prefixes, forks) are a tree: the first `common` positions of a sequence are those of its
-`base`, a sequence in an earlier row. Every key and value is thus stored, moved and written once.
+Sequences with common blocks (prefixes, forks) are a tree: a sequence has its first `common` positions in common
+with its `base`, a sequence in an earlier row. Every key and value is thus stored, moved and written once.
 
 `CacheTokens` reads and writes the stored tokens of a rank's cache by sequence and position, bit by bit.
 """
