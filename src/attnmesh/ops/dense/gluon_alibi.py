@@ -63,9 +63,8 @@ def key_distances(memory, alibi, step, tile_begin, key_begin, SHAPE: gl.constexp
         even = alibi[3]
         near = _even(_tile_distance(even, tile_begin, key_begin), 1.0 * even[0], SHAPE.keys)
     elif memory.distances is not None:
-        near = memory.distances.index(step % (SHAPE.stages + 1)).load(gl.SliceLayout(0, product_layout(SHAPE.keys)))[
-            None, :
-        ]
+        of_tile = memory.distances.index(step % (SHAPE.stages + 1))
+        near = of_tile.load(gl.SliceLayout(0, product_layout(SHAPE.keys)))[None, :]
     return near
 
 
