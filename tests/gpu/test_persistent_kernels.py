@@ -33,7 +33,7 @@ from helpers.chosen_keys import ChosenKeys, Indexer, assert_results, assert_topk
 from helpers.decode import assert_decode_close
 from helpers.dense_kernels import dense, even_terms, mask_case, relative
 from helpers.gluon import emulated
-from helpers.persistent import Launch, loops_over_items, signs_of_items, watched_launches
+from helpers.persistent import Launch, constants_through_modules, loops_over_items, signs_of_items, watched_launches
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 LEAST = 3  # items per program
@@ -369,6 +369,11 @@ def assert_many_items(launches: list[Launch], kernel: str) -> None:
     found = [ITEMS[kernel](launch) for launch in launches if launch.kernel == kernel]
     assert found, f"{kernel} was not launched, but {sorted({launch.kernel for launch in launches})}"
     assert max(found) >= LEAST, f"{max(found):.1f} items per program of {kernel}"
+
+
+def test_kernels_name_their_constants():
+    """Triton's cache does not know a constant that is read through a module: a kernel would keep the one of before."""
+    assert not constants_through_modules()
 
 
 def test_every_persistent_kernel_has_cases():

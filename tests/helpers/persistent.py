@@ -23,10 +23,11 @@ PACKAGE = Path(attnmesh.__file__).resolve().parent
 
 
 class _Function(NamedTuple):
-    """A function of a kernel, and the names of others that it mentions as (file, name)."""
+    """A function of a kernel, and the names that it mentions as (file, name): all, and through a module."""
 
     node: ast.FunctionDef
     mentions: set[tuple[str, str]]
+    through_modules: set[tuple[str, str]]
 
 
 def loops_over_items() -> dict[str, set[str]]:
@@ -69,12 +70,24 @@ def _functions() -> dict[tuple[str, str], _Function]:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(x) for x in node.decorator_list):
                 names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)} - {node.name}
                 mentions = {imported.get(name, (str(path), name)) for name in names}
-                for x in ast.walk(node):
-                    if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id in imported:
-                        package, module = imported[x.value.id]
-                        mentions.add((package.removesuffix(".py") + f"/{module}.py", x.attr))
-                found[str(path), node.name] = _Function(node, mentions)
+                through_modules = {
+                    (imported[x.value.id][0].removesuffix(".py") + f"/{imported[x.value.id][1]}.py", x.attr)
+                    for statement in node.body
+                    for x in ast.walk(statement)
+                    if isinstance(x, ast.Attribute) and isinstance(x.value, ast.Name) and x.value.id in imported
+                }
+                found[str(path), node.name] = _Function(node, mentions | through_modules, through_modules)
     return found
+
+
+def constants_through_modules() -> list[str]:
+    """The constants that kernels read as `module.CONSTANT`, named as in "decode.gluon_fp8._score: LINES"."""
+    return [
+        f"{_module(file)}.{name}: {constant}"
+        for (file, name), function in _functions().items()
+        for home, constant in function.through_modules
+        if Path(home).is_file() and constant.isupper()
+    ]
 
 
 def signs_of_items(function: ast.FunctionDef) -> set[str]:

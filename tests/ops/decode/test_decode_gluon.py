@@ -281,7 +281,7 @@ PLANTED = {
     ),
     "no fence shows the weights": ("fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive"),
     "sums are not rescaled": ("left = left * acc_scale[:, None]", "pass"),
-    "keys past the end are not cleared": ("clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
+    "keys past the end are not cleared": ("common.clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
     "a split is written elsewhere": ("gl.where(item.starts, 1, 0)", "gl.where(item.starts, 0, 1)"),
 }  # fmt: skip
 
@@ -320,7 +320,7 @@ PLANTED_NARROW = {
     ),
     "keys are read before they arrive": ("mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)", "pass"),
     "results are overwritten": ("mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)", "pass"),
-    "keys past the end are not cleared": ("clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
+    "keys past the end are not cleared": ("common.clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
 }  # fmt: skip
 
 
@@ -333,7 +333,7 @@ PLANTED_FP8 = {
     ),
     "the scales of another quarter": ("scale.slice(2, 1", "scale.slice(1, 1"),
     "a byte without its sign": ("0xB391", "0x0301"),
-    "no fence shows the queries": ("fence_async_shared()\n    group_barrier()", "group_barrier()"),
+    "no fence shows the queries": ("fence_async_shared()\n    common.group_barrier()", "common.group_barrier()"),
 }  # fmt: skip
 ALL_PLANTED = (
     (gluon_latent, {}, PLANTED), (gluon_latent, FP8, PLANTED_WIDENED), (gluon_narrow, {}, PLANTED_NARROW),

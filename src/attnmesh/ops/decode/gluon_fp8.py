@@ -38,6 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import LINES, RESCALE_THRESHOLD
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import times
@@ -244,7 +245,7 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
                     scale3 = gl.where(inside, scale3, 0.0)
                 scores = times(scores, unit[None, :])
                 highest = gl.max(scores, 0)
-                new_row_max = gl.where(highest > row_max + common.RESCALE_THRESHOLD, highest, row_max)
+                new_row_max = gl.where(highest > row_max + RESCALE_THRESHOLD, highest, row_max)
                 # No visible key yet: subtract 0, because -inf - -inf is NaN.
                 shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
                 acc_scale = gl.exp2(row_max - shift)
@@ -296,7 +297,7 @@ def _give(memory, slot, QUARTER: gl.constexpr, weights):
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
     rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LINES))[None, :]
     tail = common.load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
     largest = gl.abs(tail)
     column = column // 2 * 4 + column % 2

@@ -30,6 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import LINES
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
@@ -249,7 +250,7 @@ def _attend(
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
     """Writes the queries to shared memory."""
     rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
     memory.store(common.load_signed(rows + column, is_row, SHAPE))
     fence_async_shared()
     common.group_barrier()

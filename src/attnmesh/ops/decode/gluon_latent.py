@@ -54,6 +54,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import LINES
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
@@ -357,8 +358,8 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Loads start before the first is needed, as far as registers allow.
     first = common.load_signed(rows + column, is_row, SHAPE)
     last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
@@ -383,8 +384,8 @@ def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: 
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     dtype: gl.constexpr = q.dtype.element_ty
     rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
     last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
     largest = gl.max(gl.abs(last.to(gl.float32)), 1)
@@ -396,13 +397,13 @@ def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: 
     row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
     memory.codes.row_units.store(row_unit)
     power = inverse_of(row_unit)[:, None]
-    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(common.LINES)
+    first = as_rows(memory.q.index(0), dtype, _QUARTER).load(LINES)
     memory.q.index(0).store((first.to(gl.float32) * power).to(gl.float16))
     common.group_barrier()
     q_first = memory.q.index(0).load(operand)
     common.group_barrier()  # all warps have read it
     for quarter in gl.static_range(2):
-        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(common.LINES)
+        values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(LINES)
         memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
     unit = _unit(memory, barriers, step, SHAPE)

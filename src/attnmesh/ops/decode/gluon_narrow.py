@@ -33,6 +33,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import LINES
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
@@ -189,8 +190,8 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
 def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
     rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, common.LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, common.LINES))[None, :]
+    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
+    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     for quarter in gl.static_range(4):
         memory.q.index(quarter).store(common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
     memory.q_tail.store(common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
