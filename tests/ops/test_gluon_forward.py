@@ -257,7 +257,7 @@ def test_slopes_under_hostile_schedules(seeds):
 
 def test_the_emulation_finds_distances_that_are_overwritten():
     """With as many tiles of distances as of keys, the producer overwrites those of a softmax that is not over."""
-    planted = ("step % (SHAPE.stages + 1)).load", "step % SHAPE.stages).load")
+    planted = ("distances.index(step % (SHAPE.stages + 1))", "distances.index(step % SHAPE.stages)")
     with pytest.raises(AssertionError):
         assert_right(
             emulated(gluon_forward, 0, planted), *inputs((2, 1), 260, 260), "causal", alibi=True, tiles=SMALL
