@@ -1,6 +1,7 @@
 """Ring context parallelism on virtual ranks: exact, repeatable, lean, and as much traffic as the plan says."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -55,6 +56,52 @@ def test_a_scale_of_ones_own_goes_around():
 def test_triton_kernels_go_around(layout, mask, device):
     inputs = random_inputs(19, batch=1, heads=(2, 1), device=device)
     assert_attention_close(virtual_results(3, inputs, mask, layout, backend="triton"), inputs, mask)
+
+
+@pytest.fixture
+def latents(monkeypatch):
+    """A kernel for latents, which reads only the keys, on a CPU; makes q, k and v, in the memory of k or not."""
+    pytest.importorskip("triton")
+    from attnmesh.ops.dense import gluon, gluon_latent, triton_forward
+
+    def forward(q, k, v, **options):
+        return triton_forward.forward(q, k, k[..., :512], **options)
+
+    monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+    monkeypatch.setattr(gluon_latent, "forward", forward)
+    monkeypatch.setattr(gluon_latent, "_LEAST_FILLED", 0.0)
+    q, k = torch.randn(1, 1, 8, 576).half(), torch.randn(1, 1, 8, 576).half()
+    apart = torch.randn(1, 1, 8, 512).half()
+
+    def make(cp: ContextParallel, shared: bool) -> list[Tensor]:
+        rows, keys = cp.shard(q, 2), cp.shard(k, 2)
+        return [rows, keys, keys[..., :512] if shared else cp.shard(apart, 2)]
+
+    return make
+
+
+def test_what_serves_values_in_the_memory_of_keys_serves_no_other_values(latents):
+    def rank(comm: Comm) -> None:
+        cp = ContextParallel(comm, layout=Contiguous(), schedule="ring", backend="gluon")
+        attend = partial(cp.attention, mask=Causal(), scale=0.05)
+        for _ in range(2):
+            q, k, v = latents(cp, shared=True)
+            out = cp.unshard(attend(q, k, v), 2, length=8)
+        expected = attention(*(cp.unshard(x, 2, length=8).double() for x in (q, k, v)), mask=Causal(), scale=0.05)
+        assert relative_error(out, expected) < 1e-3
+        with pytest.raises(ValueError, match="values must be the first 512 features of the keys"):
+            attend(*latents(cp, shared=False))
+
+    run_virtual(2, rank)
+
+
+def test_ranks_agree_on_whether_values_are_in_the_memory_of_keys(latents):
+    def rank(comm: Comm) -> None:
+        cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
+        with pytest.raises(ValueError, match="v in the memory of k"):
+            cp.attention(*latents(cp, shared=comm.rank == 0), mask=Causal(), scale=0.05)
+
+    run_virtual(2, rank)
 
 
 def test_double_precision_goes_around():

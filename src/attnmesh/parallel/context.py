@@ -26,6 +26,7 @@ from attnmesh.ops.dense.call import (
     check_inputs,
     check_score_terms,
     resolve_scores,
+    values_in_keys,
 )
 from attnmesh.ops.dense.dispatch import SMALL_MASKS, choose_fused, with_reproducible
 from attnmesh.ops.recurrent.api import check_layer, check_state, use_kernels
@@ -269,6 +270,7 @@ class ContextParallel(ExecutorFactory):
                 type(q), q.shape, q.dtype, q.device, grad and q.requires_grad,
                 type(k), k.shape, k.dtype, k.device, grad and k.requires_grad,
                 type(v), v.shape, v.dtype, v.device, grad and v.requires_grad,
+                k.ndim == 4 and k.shape[3] > 256 and values_in_keys(k, v),
                 None if sinks is None else (_kind(sinks), grad), None if alibi_slopes is None else _kind(alibi_slopes),
                 mask if type(mask) in SMALL_MASKS else id(mask), id(key_layout),
                 scale, type(scale), softcap, type(softcap), length, type(length),
@@ -482,7 +484,7 @@ class ContextParallel(ExecutorFactory):
         if not all(tensors) or getattr(inputs.alibi_slopes, "requires_grad", False):
             return self._new_call(inputs, options)  # raises
         # With the types, since True == 1 == 1.0: what is valid as an integer must not make another type valid.
-        key = *map(_described, inputs), options, *map(type, options)
+        key = *map(_described, inputs), values_in_keys(inputs.k, inputs.v), options, *map(type, options)
         try:
             call = self._calls.get(key)
         except TypeError:  # an option is not hashable, and so not of its type
@@ -530,6 +532,8 @@ class ContextParallel(ExecutorFactory):
         values = {
             OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
             "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
+            # A rank decides by its own tensors how it computes the blocks of others. One without keys cannot compare.
+            "v in the memory of k": all(positions.keys) and values_in_keys(k, v),
             f"length{inferred}": length, "key_length": key_length,
             "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
             "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,

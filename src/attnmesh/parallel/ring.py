@@ -21,7 +21,16 @@ from attnmesh.core.state import State, accumulation_dtype
 from attnmesh.core.visibility import Patch
 from attnmesh.ops.dense import dispatch
 from attnmesh.ops.dense.aten import Aten
-from attnmesh.ops.dense.call import Backend, Call, Grads, Result, Scores, contiguous_last_dim, kernel_span
+from attnmesh.ops.dense.call import (
+    Backend,
+    Call,
+    Grads,
+    Result,
+    Scores,
+    contiguous_last_dim,
+    kernel_span,
+    values_in_keys,
+)
 from attnmesh.ops.dense.dispatch import choose_fused, choose_fused_backward
 from attnmesh.ops.merge import SINGLE_STREAM, GradAccumulator, StateAccumulator, StreamPair
 from attnmesh.parallel.executor import Executor, ExecutorConfig, RowLayout, View, Views, copy_rows
@@ -124,7 +133,8 @@ class Ring(Executor):
         self._backward(program, work, (q, k, v), scores, result, grads, SINGLE_STREAM)
 
     def _program(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> _Program:
-        key = q.shape, k.shape, v.shape, q.dtype, q.device, scores.softcap is None, scores.alibi_slopes is None
+        shared = k.shape[3] > 256 and values_in_keys(k, v)
+        key = q.shape, k.shape, v.shape, q.dtype, q.device, shared, scores.softcap is None, scores.alibi_slopes is None
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(self, k, v)

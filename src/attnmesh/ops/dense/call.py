@@ -51,6 +51,19 @@ def _is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and all(n == 1 or stride % step == 0 for n, stride in strides)
 
 
+def values_in_keys(k: Tensor, v: Tensor) -> bool:
+    """Whether the values are the first features of wide keys in the same memory, as in MLA with absorbed weights.
+
+    Backends for latents read only the keys then, so what is decided for such tensors holds for no others.
+    """
+    if k.ndim != 4 or k.shape[3] <= 256:
+        return False
+    try:
+        return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
+    except RuntimeError:  # the tensors of a torch.func transform have no memory
+        return False
+
+
 @dataclass(frozen=True)
 class Scores:
     """The score of a query and a key: `softcap * tanh(scale * q.k / softcap) - slope * |q_position - k_position|`."""

@@ -40,6 +40,7 @@ from attnmesh.ops.dense.call import (
     check_score_terms,
     contiguous_last_dim,
     resolve_scores,
+    values_in_keys,
 )
 from attnmesh.ops.dense.gluon import Gluon
 from attnmesh.ops.dense.reproducible import Reproducible, sink_gradients, sum_of_sequences
@@ -179,10 +180,9 @@ def _key(call: Call, backend: str, *more: object) -> Hashable | None:
     if not isinstance(visibility, Patch) or type(backend) is not str or wants_choices(_LOG):
         return None
     shapes = q.shape, call.k.shape, call.v.shape
-    values_in_keys = q.shape[3] > 256 and call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
     return (
         id(visibility),
-        values_in_keys,
+        q.shape[3] > 256 and values_in_keys(call.k, call.v),
         q.dtype,
         q.device,
         shapes,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.state import State, add_sinks, merge_into
 from attnmesh.ops.dense import triton_forward
-from attnmesh.ops.dense.call import Scores
+from attnmesh.ops.dense.call import Scores, values_in_keys
 from attnmesh.ops.dense.triton_tiles import PLAIN, Bounds, ScoreTerms
 from attnmesh.ops.launch import Launch, Recent, signature
 from attnmesh.ops.merge import stream_of
@@ -34,7 +34,7 @@ def not_latents(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> str | None:
     """The reason why these are not queries and latents in 16 bits with plain scores; None if they are."""
     if q.dtype not in (torch.bfloat16, torch.float16) or v.shape[3] != D_V or q.shape[3] not in (D_V, D_V + D_TAIL):
         return f"it takes fp16 and bf16 keys of {D_V} or {D_V + D_TAIL} features and values of {D_V}"
-    if not v.numel() or v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
+    if not v.numel() or not values_in_keys(k, v):
         return f"values must be the first {D_V} features of the keys, v = k[..., :{D_V}]"
     if k.shape[1] != 1:
         return "it takes one KV head"
