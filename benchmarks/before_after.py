@@ -281,6 +281,7 @@ class Worker:
         try:
             found = self._answers.get(timeout=_SILENCE)
         except queue.Empty:
+            self.stop()  # a later answer would be taken for that of the next program
             raise RuntimeError(f"a process said nothing for {_SILENCE} s") from None
         if found is None:
             self._answers.put(None)
@@ -326,8 +327,11 @@ def compare(
     try:
         for pair, share in zip(zip(*workers, strict=True), shares, strict=True):
             for worker, where in zip(pair, ("before", "after"), strict=True):
-                for _ in share:
-                    name, error = worker.answer()
+                for name in share:
+                    try:
+                        _, error = worker.answer()
+                    except RuntimeError as ended:
+                        error = str(ended)
                     say(f"built {name}, {where}{f': {error}' if error else ''}")
                     if error is not None:
                         failed[name] = f"{where}: {error}"

@@ -36,6 +36,17 @@ def test_programs_are_chosen_and_left_out_by_parts_of_their_names():
     assert "leave none of: backward causal" in result.output
 
 
+def test_a_late_answer_is_not_taken_for_the_time_of_the_next_program(monkeypatch):
+    program = "import sys, time\nfor name in sys.stdin: time.sleep(0.8 * (name == 'slow\\n')); print(1.0, flush=True)"
+    monkeypatch.setattr(before_after, "_SERVE", program)
+    monkeypatch.setattr(before_after, "_SILENCE", 0.5)
+    worker = before_after.Worker(HERE, "cpu", [])
+    with pytest.raises(RuntimeError, match="said nothing for"):
+        worker.milliseconds("slow")
+    with pytest.raises((RuntimeError, OSError)):
+        worker.milliseconds("next")
+
+
 @pytest.mark.sweep
 def test_a_checkout_is_compared_with_itself():
     result = CliRunner().invoke(before_after.app, [str(HERE), "--device", "cpu", "--rounds", "2"])
