@@ -34,9 +34,7 @@ def descriptor(x: Tensor, block: list[int], begin: int = 0) -> Any:
         whole, x = x, x[..., begin:]
         x.columns_of = whole  # type: ignore[attr-defined]  # for `launch.prepare`: others may share the memory
     ensure_context(x.get_device())
-    # A dimension of size 1 is never stepped along, but its stride would have to be aligned.
-    strides = [64 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, _layout(x.element_size(), block[-1], x.ndim))
+    return TensorDescriptor(x, list(x.shape), _strides(x), block, _layout(x.element_size(), block[-1], x.ndim))
 
 
 def tile_descriptor(x: Tensor, block: list[int]) -> Any:
@@ -45,7 +43,12 @@ def tile_descriptor(x: Tensor, block: list[int]) -> Any:
     To be passed to a kernel by the same thread.
     """
     ensure_context(x.get_device())
-    return TileDescriptor(x, list(x.shape), list(x.stride()), block)
+    return TileDescriptor(x, list(x.shape), _strides(x), block)
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Strides as the copy engine takes them: a dimension of size 1 is never stepped along, but must be aligned."""
+    return [*(64 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)), 1]
 
 
 def ensure_context(device: int) -> None:
