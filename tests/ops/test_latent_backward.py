@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from helpers.triton_compile import assert_fit, compiled_for_hopper
 pytest.importorskip("triton")
 
 from attnmesh.core.visibility import Patch
-from attnmesh.ops.dense import latent_backward, triton_backward
+from attnmesh.ops.dense import dispatch, gluon, latent_backward, triton_backward
 from attnmesh.ops.dense.call import Call, Scores
 from attnmesh.ops.dense.latent_backward import LatentTiles
 from attnmesh.ops.dense.triton_tiles import Bounds
@@ -170,20 +171,28 @@ def test_chunks_leave_out_keys_that_no_row_sees():
     assert [keys for _, keys in chunks[0][0][1]] == [slice(0, 512), slice(512, 1000)]
 
 
-def test_what_is_not_served_has_a_reason():
+def test_what_is_not_served_has_a_reason(monkeypatch):
     q, k = torch.empty(1, 16, 200, 576).half(), torch.empty(1, 1, 200, 576).half()
     v = k[..., :512]
 
-    def reason(q: Tensor, v: Tensor, mask: Mask = Causal(), softcap: float | None = None) -> str | None:  # noqa: B008
+    def call(q: Tensor, v: Tensor, mask: Mask = Causal(), softcap: float | None = None) -> Call:  # noqa: B008
         patch = Patch(mask, (range(q.shape[2]),), (range(200),))
-        return latent_backward.why_not(Call(q, k, v, patch, Scores(1.0, softcap=softcap)))
+        return Call(q, k, v, patch, Scores(1.0, softcap=softcap))
+
+    def reason(*given: Any, **options: Any) -> str | None:
+        return latent_backward.why_not(call(*given, **options))
 
     assert reason(q, v) is None
-    assert "so few rows and keys" in reason(q[:, :, :100], v)
     assert "v = k[..., :512]" in reason(q, v.clone())
     assert "softcap" in reason(q, v, softcap=2.0)
-    assert reason(q, v, Documents([100, 100])) is None
-    assert "attends to so few keys" in reason(q, v, Documents([20] * 10))
+    few, narrow = (q[:, :, :100], v), (q, v, Documents([20] * 10))
+    for served, why in ((few, "so few rows and keys"), (narrow, "attends to so few keys")):
+        assert reason(*served) is None
+        # By name it is served: only "auto" minds the time.
+        monkeypatch.setattr(gluon, "is_hopper", lambda device: True)
+        assert dispatch.choose_backward(call(*served), "gluon").backend == "gluon"
+        assert any(why in reason for _, reason in dispatch.choose_backward(call(*served), "auto").why_not)
+    assert latent_backward.why_slower(call(q, v, Documents([100, 100]))) is None
     torch.use_deterministic_algorithms(True)
     try:
         assert "CUBLAS_WORKSPACE_CONFIG" in reason(q, v)

@@ -58,7 +58,8 @@ _LOG = logging.getLogger(__name__)
 BackendName = Literal["auto", "aten", "triton", "gluon", "torch", "reference"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
-_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": Triton(), "gluon": Gluon(), "torch": TorchTiles()}
+_GLUON = Gluon()
+_FUSED: dict[str, Backend] = {"aten": Aten(), "triton": Triton(), "gluon": _GLUON, "torch": TorchTiles()}
 _REPRODUCIBLE = Reproducible()
 _KERNELS = ("gluon", "aten", "triton")  # among which "auto" chooses on CUDA; the first of equals
 
@@ -105,6 +106,8 @@ def choose_backward(call: Call, backend: str, *, grad_lse: bool = False, whole: 
     if backend == _REPRODUCIBLE.name:
         return _reproducible(_REPRODUCIBLE.backward_why_not(call, grad_lse=grad_lse))
     why_not = {name: fused.backward_why_not(call, grad_lse=grad_lse) for name, fused in _FUSED.items()}
+    if backend == "auto" and why_not["gluon"] is None:
+        why_not["gluon"] = _GLUON.backward_why_slower(call)
     is_served = call.q.is_cuda and why_not["triton"] is None and not grad_lse
     if backend == "auto" and whole and is_served and cost.is_short(call) and len(_turns(call)) == 1:
         return Choice("triton", "one launch computes all gradients of up to 512 positions", ())

@@ -34,6 +34,10 @@ class Gluon(Triton):
         """The reason why this backend cannot serve the backward, with or without a gradient of lse; None if it can."""
         return self._reason(call, "backward")
 
+    def backward_why_slower(self, call: Call) -> str | None:
+        """The reason why the Triton backend is faster for a backward that this one can serve; None if it is not."""
+        return _module("latent_backward").why_slower(call) if call.q.shape[3] >= _LATENT else None
+
     def _reason(self, call: Call, part: str) -> str | None:
         if not installed("triton"):
             return "triton is not installed (pip install 'attnmesh[triton]')"

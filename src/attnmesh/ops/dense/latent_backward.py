@@ -52,16 +52,19 @@ class LatentTiles(NamedTuple):
 
 def why_not(call: Call) -> str | None:
     """The reason why the backward cannot serve a call on a Hopper GPU; None if it can."""
+    reason = gluon_latent.not_latents(call.q, call.k, call.v, call.scores)
+    if reason is None and torch.are_deterministic_algorithms_enabled():
+        return "torch has settings of its own for deterministic matrix products (CUBLAS_WORKSPACE_CONFIG)"
+    return reason
+
+
+def why_slower(call: Call) -> str | None:
+    """The reason why Triton's kernels are faster for a call whose `why_not` is None; None if they are not."""
     q, k = call.q, call.k
-    reason = gluon_latent.not_latents(q, k, call.v, call.scores)
-    if reason is not None:
-        return reason
     if q.shape[1] * q.shape[2] * k.shape[2] < _LEAST_WEIGHTS:
         return "Triton's kernels are faster for so few rows and keys"
     if isinstance(call.visibility, Patch) and _is_mostly_waste(call.visibility, q, k):
         return "Triton's kernels are faster where a row attends to so few keys"
-    if torch.are_deterministic_algorithms_enabled():
-        return "torch has settings of its own for deterministic matrix products (CUBLAS_WORKSPACE_CONFIG)"
     return None
 
 
