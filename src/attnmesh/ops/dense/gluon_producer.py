@@ -98,9 +98,7 @@ def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHA
 
 @gluon.jit
 def _copy(blocks, memory, ready, coord, stage):
-    if blocks[1] is None:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
+    rest: gl.constexpr = 0 if blocks[1] is None else blocks[1].block_type.nbytes
+    mbarrier.expect(ready, blocks[0].block_type.nbytes + rest)
     for i in gl.static_range(len(memory)):
         tma.async_copy_global_to_shared(blocks[i], coord, ready, memory[i].index(stage))

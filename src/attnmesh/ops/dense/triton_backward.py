@@ -348,7 +348,8 @@ def _grad_query_tile(
         terms, mask, rows, row_begin, q_len, head, batch, SHAPE,
     )  # fmt: skip
     grad_q_rows = common.rows_of(grad_q, grad_q_strides, batch, head)
-    common.add_to_tile(grad_q_rows, row_begin, q_len, common.scale_tile(acc, terms[0]), SHAPE.overwrite, ROWS, SHAPE.d)
+    result = [block * terms[0] for block in acc]
+    common.add_to_tile(grad_q_rows, row_begin, q_len, result, SHAPE.overwrite, ROWS, SHAPE.d)
 
 
 @triton.jit
@@ -469,9 +470,7 @@ def _grad_key_tile(
                 slope, left, right = None, None, None
                 if slopes is not None:
                     slope = tl.load(head_slopes + member)
-                    origin = tl.load(q_positions + row_begin)
-                    left = common.from_origin(key_positions, origin)
-                    right = common.from_origin(common.load_positions(q_positions, row_begin, q_len, ROWS), origin)
+                    left, right = common.distances(key_positions, q_positions, row_begin, q_len, ROWS)
                 products = common.dot_rows(k_tile, q_tile)
                 exact = k_tile[0].dtype == tl.float32
                 scores, capped = common.base2_scores(products, scale, softcap, slope, left, right, exact)
@@ -489,7 +488,7 @@ def _grad_key_tile(
                     if softcap is not None:
                         grad_scores *= 1.0 - capped * capped
                     acc_k = common.add_product(acc_k, grad_scores, q_tile)
-    return common.scale_tile(acc_k, scale), acc_v
+    return [block * scale for block in acc_k], acc_v
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -44,10 +44,7 @@ def forward(
             q, k, v, scale=scale, causal=causal, bounds=bounds, state=state, out_dtype=out_dtype, terms=terms,
             sinks=sinks, tiles=tiles, ordered=ordered,
         )  # fmt: skip
-    if state is not None and out_dtype == torch.float32:
-        result = state
-    else:
-        result = new_state(q, v.shape[3], out_dtype)
+    result = state if state is not None and out_dtype == torch.float32 else new_state(q, v.shape[3], out_dtype)
     if launch is not None:
         launch(*given, *result)
         return result
@@ -110,7 +107,8 @@ def _forward_kernel(
         total = some.to(tl.float32)
         # The `out` of an empty state does not count: it may hold anything.
         out_rows = common.rows_of(state_out, state_out_strides, batch, head)
-        acc = common.select_rows(common.load_tile(out_rows, row_begin, q_len, True, ROWS, SHAPE.dv), some)
+        out_tile = common.load_tile(out_rows, row_begin, q_len, True, ROWS, SHAPE.dv)
+        acc = [tl.where(some[:, None], block, 0.0) for block in out_tile]
         raw_max = tl.where(some, row_max / factor, lowest)
 
     acc, total, raw_max = common.over_keys(
@@ -120,9 +118,10 @@ def _forward_kernel(
     row_max = tl.where(raw_max > lowest, raw_max * factor, float("-inf"))
     if sinks is not None:
         total, row_max, acc_scale = _with_sink(total, row_max, tl.load(sinks + head).to(tl.float32) * _LOG2_E)
-        acc = common.scale_tile(acc, acc_scale[:, None])
+        acc = [block * acc_scale[:, None] for block in acc]
     # A row without keys has total 0 and row_max -inf: out 0 / 1, lse -inf + -inf.
-    result = common.scale_tile(acc, 1.0 / tl.where(total == 0.0, 1.0, total)[:, None])
+    inverse = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    result = [block * inverse for block in acc]
     common.store_tile(common.rows_of(out, out_strides, batch, head), row_begin, q_len, result, ROWS, SHAPE.dv)
     lse = common.rows_of(lse, lse_strides, batch, head)
     common.store_rows(lse, row_begin, q_len, (row_max + tl.log2(total)) / _LOG2_E, ROWS)
@@ -144,7 +143,7 @@ def _attend(carry, held, keys, terms, key_begin, row_first, row_end, SHAPE: tl.c
     weights = tl.exp2(scores * factors[:, None] - shift[:, None])
     acc_scale = tl.exp2(exponent)
     total = total * acc_scale + tl.sum(weights, 1)
-    acc = common.add_product(common.scale_tile(acc, acc_scale[:, None]), weights, v_tile)
+    acc = common.add_product([block * acc_scale[:, None] for block in acc], weights, v_tile)
     return acc, total, new_raw_max
 
 

@@ -365,19 +365,6 @@ def add_product(acc, weights, tile):
 
 
 @triton.jit
-def select_rows(tile, condition):
-    """The rows of the tile where the condition holds, zeros elsewhere."""
-    main = tl.where(condition[:, None], tile[0], 0.0)
-    return (main, tl.where(condition[:, None], tile[1], 0.0)) if len(tile) == 2 else (main,)
-
-
-@triton.jit
-def scale_tile(tile, factor):
-    """The tile times a factor, which may be a column."""
-    return (tile[0] * factor, tile[1] * factor) if len(tile) == 2 else (tile[0] * factor,)
-
-
-@triton.jit
 def load_rows(rows, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.constexpr):
     """One value per row of [begin, begin + ROWS). If EDGE, rows from `limit` on read as `other`."""
     near = tl.arange(0, ROWS)
@@ -433,16 +420,17 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def from_origin(positions, origin):
-    """Positions as float32 distances from a position of the same tile: exact even where a position is not."""
-    return (positions - origin).to(tl.float32)
-
-
-@triton.jit
 def load_positions(positions, begin, limit, COUNT: tl.constexpr):
     """The positions of rows or keys [begin, begin + COUNT)."""
     near = begin + tl.arange(0, COUNT)
     return tl.load(positions + near, mask=near < limit, other=0)
+
+
+@triton.jit
+def distances(held, positions, begin, limit, COUNT: tl.constexpr):
+    """Positions that are held, and those of a tile, from the first of these: float32 has them even where not itself."""
+    origin = tl.load(positions + begin)
+    return (held - origin).to(tl.float32), (load_positions(positions, begin, limit, COUNT) - origin).to(tl.float32)
 
 
 @triton.jit
@@ -509,9 +497,7 @@ def score_keys(q_tile, keys, terms, begin, EDGE: tl.constexpr, BASE2: tl.constex
     v_tile = load_tile(v, begin, kv_len, EDGE, SHAPE.keys, SHAPE.dv)
     left, right = None, None
     if slope is not None:
-        origin = tl.load(k_positions + begin)
-        left = from_origin(row_positions, origin)
-        right = from_origin(load_positions(k_positions, begin, kv_len, SHAPE.keys), origin)
+        left, right = distances(row_positions, k_positions, begin, kv_len, SHAPE.keys)
     scores = dot_rows(q_tile, k_tile)
     capped = scores
     if BASE2 or (softcap is not None or slope is not None):
