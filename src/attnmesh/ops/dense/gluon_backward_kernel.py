@@ -49,21 +49,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnmesh.ops.dense import gluon_backward_memory as rows
 from attnmesh.ops.dense import gluon_backward_steps as steps
 from attnmesh.ops.dense.gluon_alibi import product_layout
-from attnmesh.ops.dense.gluon_backward_memory import (
-    TILE,
-    Barriers,
-    Memory,
-    Turns,
-    Work,
-    add_blocks,
-    add_in_turn,
-    add_rows,
-    load,
-    next_row,
-    ordered_row,
-)
+from attnmesh.ops.dense.gluon_backward_memory import TILE, Barriers, Memory, Turns, Work
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 
@@ -165,17 +154,17 @@ def backward_kernel(
               (0, memory, barriers, work, SHAPE)),
              (differentiate_keys if SHAPE.shared_keys else differentiate_by_half if wide else _differentiate,
               (1, memory, barriers, work, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_blocks if wide else add_in_turn, (0, grad_q, turns, memory, barriers, work, SHAPE)),
-             (add_blocks if wide else add_in_turn, (1, grad_q, turns, memory, barriers, work, SHAPE))],
+             (rows.load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (rows.add_blocks if wide else rows.add_in_turn, (0, grad_q, turns, memory, barriers, work, SHAPE)),
+             (rows.add_blocks if wide else rows.add_in_turn, (1, grad_q, turns, memory, barriers, work, SHAPE))],
             [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(_differentiate, (0, memory, barriers, work, SHAPE)),
              (_differentiate, (1, memory, barriers, work, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+             (rows.load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (rows.add_rows, (grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     invalidate_barriers(barriers)
@@ -280,7 +269,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constex
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
             if SHAPE.ordered:
-                row = ordered_row(step, work)
+                row = rows.ordered_row(step, work)
             weights, capped = steps.weights_of(products, row_lse, row, stage, my_keys, memory, work, SHAPE)
             if SHAPE.values:
                 if not SHAPE.scores:
@@ -335,7 +324,7 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constex
                 products = steps.score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held)
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
                     acc_v = steps.finish(2 * K_BLOCKS, acc_v)
-            row = next_row(row, work)
+            row = rows.next_row(row, work)
         drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         if SHAPE.scores:

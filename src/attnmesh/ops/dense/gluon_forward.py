@@ -55,7 +55,7 @@ from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, 
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, multiprocessors, prepare, signature
 from attnmesh.ops.merge import new_state
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
@@ -87,17 +87,9 @@ class Shape(NamedTuple):
     biased: Any  # whether products begin from the terms of slopes
 
 
-class Memory(NamedTuple):
-    """Shared memory. Tiles are tuples of one or two blocks of columns."""
-
-    q: Any
-    k: Any
-    v: Any
-    state: Any  # None if not staged
-    work: Any
-    distances: Any  # of keys from a work tile's first row; None without slopes, or if even
-
-
+# Shared memory: tiles, which are tuples of one or two blocks of columns, with those of the state None if not staged;
+# records; and the distances of keys from a work tile's first row, None without slopes, or if even.
+Memory = namedtuple("Memory", "q k v state work distances")
 # The barriers of the stages, records and consumers.
 Barriers = namedtuple(
     "Barriers", "work_ready work_free q_ready q_free turn k_ready k_free v_ready v_free state_ready state_free"
@@ -223,7 +215,7 @@ def _first_launch(
     apart = causal and (q_len >= _LONG or 2 * (k.numel() + v.numel()) > _CACHED)
     kv_section = tiles.section or (1 if apart else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
-    grid = (min(work_tiles, _processors(q)),)
+    grid = (min(work_tiles, multiprocessors(q.device, 3)),)  # in the emulation, a program has several work tiles, too
     even = None if terms.slopes is None or terms.even is None or terms.even.k_split % tiles.keys else terms.even
     positions = (None, None) if even else (terms.q_positions, terms.k_positions)
     args = (
@@ -268,11 +260,6 @@ def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> l
     ]
 
 
-def _processors(q: Tensor) -> int:
-    # Three in the emulation, so that a program has several work tiles.
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
-
-
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end,
@@ -288,18 +275,17 @@ def _forward_kernel(
     STAGES: gl.constexpr = SHAPE.stages
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
-    queries = _allocate(q_blocks, _CONSUMERS)
-    keys = _allocate(k_blocks, STAGES)
-    values = _allocate(v_blocks, STAGES)
-    states = None
-    if SHAPE.staged:
-        states = _allocate(state_blocks, _CONSUMERS)
-    work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    distances = None
-    if k_positions is not None:
-        # One more than stages: keys of a stage are replaced before all consumers have computed their softmax.
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        distances = gl.allocate_shared_memory(gl.float32, [STAGES + 1, SHAPE.keys], flat)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # Of distances, one tile more: keys of a stage are replaced before all consumers have computed their softmax.
+    DISTANCES: gl.constexpr = STAGES + 1
+    memory = Memory(
+        q=_allocate(q_blocks, _CONSUMERS),
+        k=_allocate(k_blocks, STAGES),
+        v=_allocate(v_blocks, STAGES),
+        state=_allocate(state_blocks, _CONSUMERS) if SHAPE.staged else None,
+        work=gl.allocate_shared_memory(gl.int32, [2, _RECORD], flat),
+        distances=None if k_positions is None else gl.allocate_shared_memory(gl.float32, [DISTANCES, SHAPE.keys], flat),
+    )
     barriers = Barriers(
         work_ready=new_barriers(2, 1),
         work_free=new_barriers(2, _CONSUMERS),
@@ -315,7 +301,6 @@ def _forward_kernel(
     )
     fence_async_shared()
 
-    memory = Memory(queries, keys, values, states, work, distances)
     mask = (first, end, (part_stride, sequence_stride))
     state_out_strides = (state_out_batch, state_out_head, state_out_row)
     state_lse_strides = (state_lse_batch, state_lse_head, state_lse_row)
