@@ -308,10 +308,8 @@ PLANTED = {
 
 PLANTED_WITH_SHARED_KEYS = {
     "grad_out is given back too soon": (
-        "acc_v = steps.finish(0, acc_v)\n            mbarrier.arrive(barriers.grad_out_free.index("
-        "step % GRAD_OUT_STAGES), count=1)",
-        "mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)\n            "
-        "acc_v = steps.finish(0, acc_v)"),
+        "acc_v = steps.finish(0, acc_v)\n            mbarrier.arrive(barriers.grad_out_free.index(at), count=1)",
+        "mbarrier.arrive(barriers.grad_out_free.index(at), count=1)\n            acc_v = steps.finish(0, acc_v)"),
     "weights are read too early": ("mbarrier.wait(barriers.weights_ready.index(0), step & 1)", "pass"),
     "weights are overwritten": ("mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)", "pass"),
     "ds is not fenced": ("memory.ds.index(0).store(ds)\n            fence_async_shared()",

@@ -41,12 +41,7 @@ head_dim  products  shared memory  bytes of grad_q
 # ruff: noqa: RUF005 - Gluon has no starred elements
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.dense import gluon_backward_memory as rows
@@ -222,7 +217,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constex
     PAIRED: gl.constexpr = SHAPE.paired
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    Q_BLOCK: gl.constexpr = SHAPE.q_block
     UNDER_WAY: gl.constexpr = V_BLOCKS if SHAPE.scores else 0  # products that start behind the scores
     score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
@@ -230,7 +224,6 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constex
     my_keys = work.key_begin + HALF * _TILE
     acc_k = steps.zero_blocks(SHAPE.k_block, K_BLOCKS if SHAPE.scores else 0)
     acc_v = steps.zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
-    no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, product_layout(Q_BLOCK))
     row = work.start
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -295,14 +288,8 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constex
                         acc_v = steps.finish(0, acc_v)
                     parts = ()
                     for i in gl.static_range(K_BLOCKS):
-                        part = no_grad_q
-                        for half in gl.static_range(2):
-                            left = memory.ds.index(2 * (drift + HALF if PAIRED else ds_stage) + half).permute([1, 0])
-                            right = memory.k.index((drift + half) * K_BLOCKS + i)
-                            if not PAIRED:
-                                right = right.slice(HALF * Q_BLOCK, Q_BLOCK, dim=1)
-                            part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-                        parts = parts + (part,)
+                        which = drift + HALF if PAIRED else ds_stage
+                        parts = parts + (steps.exchanged(memory, drift, which, i, HALF, SHAPE),)
                 acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     for i in gl.static_range(K_BLOCKS):

@@ -30,23 +30,10 @@ TILE = 64  # rows of a step, and keys of a consumer: the rows of one matrix inst
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
 
 
-class Memory(NamedTuple):
-    """Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q."""
-
-    k: Any
-    v: Any
-    q: Any
-    grad_out: Any
-    lse: Any
-    delta: Any
-    bounds: Any
-    distances: Any  # of keys from the first key of the program; None without slopes, as `slopes`
-    slopes: Any  # of the head of each stage, once for every key of a consumer
-    weights: Any  # if the consumers share keys
-    ds: Any
-    grad_q: Any
-
-
+# Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q; and of weights
+# if the consumers share keys. With slopes, the distances of keys from the first key of the program, and the slope of
+# the head of each stage, once for every key of a consumer.
+Memory = namedtuple("Memory", "k v q grad_out lse delta bounds distances slopes weights ds grad_q")
 # The barriers of the tiles: `ready` to be read, `free` to be written. If the consumers do not share keys, they have no
 # weights to exchange, and what frees q frees grad_out.
 Barriers = namedtuple(

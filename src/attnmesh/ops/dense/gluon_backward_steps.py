@@ -105,6 +105,20 @@ def add_products(acc, left, right, stage, BLOCKS: gl.constexpr, FIRST: gl.conste
 
 
 @gluon.jit
+def exchanged(memory, drift, which, BLOCK: gl.constexpr, HALF: gl.constexpr, SHAPE: gl.constexpr):
+    """Starts a block of columns of grad_q, or half of it, for the rows of a step: ds of both consumers, times k."""
+    WIDTH: gl.constexpr = SHAPE.q_block
+    part = gl.zeros([_TILE, WIDTH], gl.float32, product_layout(WIDTH))
+    for half in gl.static_range(2):
+        left = memory.ds.index(2 * which + half).permute([1, 0])
+        right = memory.k.index((drift + half) * SHAPE.k_blocks + BLOCK)
+        if SHAPE.k_block > WIDTH:
+            right = right.slice(HALF * WIDTH, WIDTH, dim=1)
+        part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
+    return part
+
+
+@gluon.jit
 def finish(UNDER_WAY: gl.constexpr, sums):
     """Waits until at most UNDER_WAY products run, none of them the products of the sums."""
     finished = warpgroup_mma_wait(UNDER_WAY, sums)

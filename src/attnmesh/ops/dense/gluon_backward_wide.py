@@ -72,7 +72,7 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.
                     mbarrier.wait(barriers.ds_ready.index(0), step & 1 ^ 1)
                 memory.ds.index(2 * (step % 2) + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
             if half < ROUNDS:
-                part = _exchanged(memory, drift, (step + 1) % 2, FIRST + half, SHAPE)
+                part = steps.exchanged(memory, drift, (step + 1) % 2, FIRST + half, HALF, SHAPE)
             # grad_v not before ds: there are no registers for the weights in both precisions.
             acc_v = steps.add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
             acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
@@ -96,22 +96,10 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.
     if SHAPE.needs_q:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1 ^ 1)
         for i in gl.static_range(ROUNDS):
-            part = _exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, SHAPE)
+            part = steps.exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, HALF, SHAPE)
             part = warpgroup_mma_wait(0, [part])
             steps.leave(part * work.scale, None, HALF, work.steps * ROUNDS + i, memory, barriers)
     steps.add_sums(acc_k, acc_v, work.scale, work, my_keys, SHAPE)
-
-
-@gluon.jit
-def _exchanged(memory, drift, which, BLOCK: gl.constexpr, SHAPE: gl.constexpr):
-    """Starts a block of columns of grad_q for the rows of a step: ds of both consumers, times k."""
-    K_BLOCK: gl.constexpr = SHAPE.k_block
-    part = gl.zeros([_TILE, K_BLOCK], gl.float32, product_layout(K_BLOCK))
-    for half in gl.static_range(2):
-        left = memory.ds.index(2 * which + half).permute([1, 0])
-        right = memory.k.index((drift + half) * SHAPE.k_blocks + BLOCK)
-        part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-    return part
 
 
 @gluon.jit
@@ -120,8 +108,6 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.c
 
     grad_q is of the previous step: its ds is ready while the weights are computed.
     """
-    STAGES: gl.constexpr = SHAPE.stages
-    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     ROUNDS: gl.constexpr = SHAPE.k_blocks // 2 if SHAPE.needs_q else 0
     across: gl.constexpr = gl.SliceLayout(0, product_layout(_TILE))
@@ -134,8 +120,8 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.c
     mbarrier.wait(barriers.k_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        stage = step % SHAPE.stages
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
         products = steps.score(memory.k, drift, memory.q, stage, SHAPE.k_blocks, False)
         row_lse = memory.lse.index(stage).load(across)
         parts = ()
@@ -160,14 +146,14 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.c
         if ROUNDS > 1:
             parts = parts + _start_grad_q(memory, drift, 1, ROUNDS - 1, SHAPE)
         if SHAPE.values:
-            at = step % GRAD_OUT_STAGES
-            mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
+            at = step % SHAPE.grad_out_stages
+            mbarrier.wait(barriers.grad_out_ready.index(at), step // SHAPE.grad_out_stages & 1)
             acc_v = steps.add_products(acc_v, weights, memory.grad_out, at, V_BLOCKS)
         if ROUNDS > 0:
             _finish_grad_q(parts, HALF, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, work)
         if SHAPE.values:
             acc_v = steps.finish(0, acc_v)
-            mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)
+            mbarrier.arrive(barriers.grad_out_free.index(at), count=1)
         row = next_row(row, work)
         drift = drift * 2
     if ROUNDS > 0:
@@ -180,8 +166,6 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.c
 @gluon.jit
 def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constexpr):
     """The ds of 64 keys, which the other consumer gets, their grad_k, and the other columns of grad_q."""
-    STAGES: gl.constexpr = SHAPE.stages
-    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     FIRST: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
     ROUNDS: gl.constexpr = K_BLOCKS - FIRST
@@ -201,9 +185,9 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.con
     mbarrier.wait(barriers.k_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        at = step % GRAD_OUT_STAGES
-        mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
+        stage = step % SHAPE.stages
+        at = step % SHAPE.grad_out_stages
+        mbarrier.wait(barriers.grad_out_ready.index(at), step // SHAPE.grad_out_stages & 1)
         grad_weights = steps.score(memory.v, drift, memory.grad_out, at, SHAPE.v_blocks, False)
         row_delta = memory.delta.index(at).load(across)
         grad_weights = warpgroup_mma_wait(0, [grad_weights])
@@ -221,7 +205,7 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.con
             fence_async_shared()
             mbarrier.arrive(barriers.ds_ready.index(0), count=1)
             parts = _start_grad_q(memory, drift, FIRST, ROUNDS, SHAPE)
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
         acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
         if SHAPE.needs_q:
             _finish_grad_q(parts, HALF, ROUNDS, K_BLOCKS, step, memory, barriers, work)

@@ -175,10 +175,7 @@ def forward(
         launch(*given, *alibi, *result)
     elif result.out.numel():
         with torch.cuda.device_of(q):
-            launch = _first_launch(
-                q, k, v, visible, None if in_place else state, sinks, result, scale, causal, terms, in_place, tiles,
-                pack,
-            )  # fmt: skip
+            launch = _first_launch(given, visible, result, scale, causal, terms, in_place, tiles, pack)
         if launch is not None:
             _known.add(key, launch)
     return result
@@ -188,20 +185,20 @@ _known: Recent[Launch] = Recent()
 
 
 def _first_launch(
-    q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, result: State,
-    scale: float, causal: bool, terms: ScoreTerms, in_place: bool, tiles: GluonTiles | None, pack: int | None,
+    given: tuple[Any, ...], visible: Bounds, result: State, scale: float, causal: bool, terms: ScoreTerms,
+    in_place: bool, tiles: GluonTiles | None, pack: int | None,
 ) -> Launch | None:  # fmt: skip
     """Launches the kernel, and returns what repeats it; None without keys."""
+    q, k, v, _, _, state_out, state_lse, sinks = given
+    if in_place:  # the kernel knows it as the result
+        state_out, state_lse = None, None
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    states = result if in_place else state or (None, None)
-    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms[1:4], *result)
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
     tiles = tiles or pick_tiles(key_dim, value_dim)
     pack = pack or _packed_heads(q_heads // kv_heads, q_len)
     rows = ROWS // pack
-    state_out, state_lse = state or (None, None)
     state_strides, out_strides = row_strides(state_out=state_out, out=result.out)
     key_blocks, value_blocks = (blocks_of(next(width for width in _WIDTHS if width >= d)) for d in (key_dim, value_dim))
     q_blocks = _descriptors(q, pack, rows, key_blocks)
@@ -227,7 +224,7 @@ def _first_launch(
     )  # fmt: skip
     shape = Shape(
         causal, 0 if visible.first is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
-        value_dim, IN_PLACE if in_place else NEW if state is None else OTHER, staged, even is not None,
+        value_dim, IN_PLACE if in_place else NEW if state_out is None else OTHER, staged, even is not None,
         terms.slopes is not None and (even is None or even.has_later_keys(causal)),
         terms.slopes is not None and terms.softcap is None,
     )  # fmt: skip
@@ -235,7 +232,7 @@ def _first_launch(
     if kv_len == 0:
         _forward_kernel[grid](*args, **options)
         return None
-    return prepare(_forward_kernel, grid, args, tensors, **options)
+    return prepare(_forward_kernel, grid, args, (*given, *terms[1:4], *result), **options)
 
 
 def _packed_heads(group: int, q_len: int) -> int:

@@ -54,7 +54,10 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                     positions = gl.load(k_positions + following, mask=following < sizes.kv_len, other=0)
                 # After the first keys, which may arrive while the last products still read the queries before.
                 if fetched == served:
-                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
+                    for consumer in gl.static_range(_CONSUMERS):
+                        mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)
+                        row = row_begin + consumer * (_ROWS // SHAPE.pack)
+                        _copy(q_blocks, memory.q, barriers.q_ready.index(consumer), [batch, head, row, 0], consumer)
                     fetched += 1
                 # The values of a tile are needed after the keys of the next tile.
                 if tile > 0:
@@ -85,15 +88,6 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step):
     stage = step % STAGES
     mbarrier.wait(free.index(stage), (step // STAGES & 1) ^ 1)
     _copy(blocks, memory, ready.index(stage), [batch, head, row, 0], stage)
-
-
-@gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the queries of every consumer, as soon as the queries before them are read."""
-    for consumer in gl.static_range(_CONSUMERS):
-        mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)
-        row = row_begin + consumer * (_ROWS // SHAPE.pack)
-        _copy(blocks, memory, barriers.q_ready.index(consumer), [batch, head, row, 0], consumer)
 
 
 @gluon.jit

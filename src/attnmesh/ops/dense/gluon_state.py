@@ -53,10 +53,8 @@ def join_state(before, memory, state_lse, acc, total, row_max, place, INDEX: gl.
     shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale, weight = gl.exp2(row_max - shift), gl.exp2(state_lse - shift)
     acc = rescale(acc, acc_scale, True)
-    earlier = ()
     if SHAPE.staged:
-        for i in gl.static_range(len(acc)):
-            earlier = earlier + (as_matrix(memory[i], INDEX).load(product_layout(acc[i].shape[1])),)
+        earlier = [as_matrix(tiles, INDEX).load(product_layout(tiles.shape[4])) for tiles in memory]
     else:
         earlier = _load_blocks(before, place, SHAPE)
     earlier = rescale(earlier, weight, True)  # an empty state may hold NaN

@@ -114,7 +114,9 @@ def backward(
             tiles.rows, tiles.keys, q.shape[3], v.shape[3], visible.parts, False, ordered, once, False, splits,
             steps_per_split,
         )  # fmt: skip
-        for keys, values in _key_targets(*sums):
+        # One after the other where a tile for both would not fit.
+        apart = grad_k is not None and grad_v is not None and 192 < max(q.shape[3], v.shape[3]) <= 256
+        for keys, values in [(sums[0], None), (None, sums[1])] if apart else [(sums[0], sums[1])]:
             turns = torch.zeros(programs, dtype=torch.int32, device=q.device) if splits > 1 else None
             tensors = *rows, visible.first, visible.end, *terms[1:4], rows_per_tile, turns, keys, values
             key = "keys", signature(*tensors), *how
@@ -199,13 +201,6 @@ def _inputs(
 
 def _sizes(q: Tensor, k: Tensor, scale: float, terms: ScoreTerms) -> tuple[Any, ...]:
     return q.shape[2], k.shape[2], q.shape[1], q.shape[1] // k.shape[1], scale, terms.softcap, *terms[1:4]
-
-
-def _key_targets(grad_k: Tensor | None, grad_v: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
-    """The gradients of each launch: both, or one after the other where a tile for both would not fit."""
-    if grad_k is None or grad_v is None or not 192 < max(grad_k.shape[-1], grad_v.shape[-1]) <= 256:
-        return [(grad_k, grad_v)]
-    return [(grad_k, None), (None, grad_v)]
 
 
 _bounds: Recent[Bounds] = Recent(32)
