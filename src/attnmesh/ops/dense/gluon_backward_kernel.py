@@ -80,9 +80,7 @@ def backward_kernel(
     head = stream % (splits * kv_heads) * members
     begin, inner, edge, stop = _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, SHAPE)
     step_count = gl.cdiv(gl.cdiv(stop - begin, _TILE) * members, SHAPE.unrolled) * SHAPE.unrolled
-    start = begin
-    if SHAPE.ordered:
-        start = (gl.cdiv(stop, _TILE) - 1) * _TILE
+    start = (gl.cdiv(stop, _TILE) - 1) * _TILE if SHAPE.ordered else begin
     alibi = None
     if slopes is not None:
         last_key = gl.load(k_positions + (gl.minimum(key_begin + HALVES * _TILE, kv_len) - 1))

@@ -222,7 +222,8 @@ def add_in_turn(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE
             seen = _seen(turns, next_head, next_row, work)
         _release(barriers, HALF, 0)
         wait_for_adds()
-        _end_turn(turns, head, row, work)
+        if row < work.q_len:  # the next key tile with these rows adds to them
+            gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
         head, row = next_head, next_row
 
 
@@ -273,13 +274,6 @@ def _seen(turns, head, row, work):
 def _done(turns, head, row):
     """The counter of some rows."""
     return turns.done + head * turns.row_tiles + row // _TILE
-
-
-@gluon.jit
-def _end_turn(turns, head, row, work):
-    """Lets the next key tile with these rows add to them."""
-    if row < work.q_len:
-        gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
 
 
 @gluon.jit

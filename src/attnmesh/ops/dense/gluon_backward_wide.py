@@ -25,7 +25,6 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.
     grad_q is of the previous step, whose ds is ready. A consumer multiplies one or two of its three blocks of columns,
     each before it adds to the sums: a block leaves registers while these products run.
     """
-    STAGES: gl.constexpr = SHAPE.stages
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     FIRST: gl.constexpr = HALF * (K_BLOCKS // 2)  # of the blocks of grad_q, two of them the second consumer's
@@ -44,10 +43,10 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.
     mbarrier.wait(barriers.v_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
+        stage = step % SHAPE.stages
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
         products = steps.score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, 0, ROWS)
-        mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)
+        mbarrier.wait(barriers.grad_out_ready.index(stage), step // SHAPE.stages & 1)
         grad_weights = steps.score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, 0, ROWS)
         for half in gl.static_range(2):
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
@@ -169,7 +168,6 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.con
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     FIRST: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
     ROUNDS: gl.constexpr = K_BLOCKS - FIRST
-    dtype: gl.constexpr = memory.k.dtype
     score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
@@ -178,7 +176,7 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.con
     drift = origin
     if FIRST > 0:
         # The other multiplies the ds of the step before: of none, in the first.
-        memory.ds.index(0).store(gl.zeros([_TILE, _TILE], dtype, score_grid))
+        memory.ds.index(0).store(gl.zeros([_TILE, _TILE], memory.k.dtype, score_grid))
         fence_async_shared()
         mbarrier.arrive(barriers.ds_ready.index(0), count=1)
     mbarrier.wait(barriers.v_ready.index(0), 0)
@@ -196,7 +194,7 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.con
         weights = memory.weights.index(0).load(score_grid)
         if FIRST == 0:
             mbarrier.arrive(barriers.weights_free.index(0), count=1)
-        ds = (weights * (grad_weights - row_delta[None, :])).to(dtype)
+        ds = (weights * (grad_weights - row_delta[None, :])).to(memory.k.dtype)
         parts = ()
         if SHAPE.needs_q:
             if FIRST > 0:

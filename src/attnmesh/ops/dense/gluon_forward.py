@@ -302,9 +302,7 @@ def _forward_kernel(
     state_out_strides = (state_out_batch, state_out_head, state_out_row)
     state_lse_strides = (state_lse_batch, state_lse_head, state_lse_row)
     after = (out, (out_batch, out_head, out_row), lse, (lse_batch, lse_head, lse_row), sinks)
-    before = (state_out, state_out_strides, state_lse, state_lse_strides)
-    if SHAPE.state == _IN_PLACE:
-        before = (after[0], after[1], after[2], after[3])
+    before = after[:4] if SHAPE.state == _IN_PLACE else (state_out, state_out_strides, state_lse, state_lse_strides)
     sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
     alibi = (slopes, q_positions, k_positions, (step, q_first, q_split, q_jump, k_split, k_jump))
     gdc_wait()
@@ -342,7 +340,6 @@ def _attend(
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
     down: gl.constexpr = gl.SliceLayout(1, product_layout(KEYS))
-    FIRST: gl.constexpr = 1 if INDEX == 0 else 0
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
@@ -405,7 +402,7 @@ def _attend(
                 weights = operand(weights, memory, SHAPE)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
+                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ (1 - INDEX))
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE)
                     scores = _score(memory, INDEX, next_stage, alibi, slopes, next_near, tile_begin, key_begin, SHAPE)

@@ -19,7 +19,6 @@ _ROWS, _CONSUMERS, _NEW = gl.constexpr(ROWS), gl.constexpr(CONSUMERS), gl.conste
 @gluon.jit
 def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, alibi, SHAPE: gl.constexpr):
     """Publishes a record for each work tile and each part of its mask, and fetches the keys and values of the part."""
-    TILE: gl.constexpr = _CONSUMERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
@@ -33,7 +32,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
     wave, work_tile = 0, program
     while work_tile < sizes.work_tiles:
         row_begin, head, batch = locate(work_tile, sizes, SHAPE)
-        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
+        row_stop = gl.minimum(row_begin + _CONSUMERS * _ROWS // SHAPE.pack, sizes.q_len)
         kv_head = head // sizes.group
         if memory.distances is not None:
             origin = gl.load(q_positions + row_begin)
