@@ -444,7 +444,7 @@ def _grad_key_tile(
         begin, inner, edge, stop = _row_phases(of_tile + part * part_stride, ROWS)
         if SHAPE.ordered:
             inner, edge = begin, begin  # every tile is masked, in one loop
-        for masked in tl.static_range(2):
+        for masked in tl.static_range(2):  # the row tiles of [inner, edge), then those that need a mask
             # Heads and tiles are one loop: the pipeline does not drain at each head, the addresses of a second loop
             # need no registers, and the sum over the group stays in registers.
             tile_count = common.edge_count(begin, inner, edge, stop, ROWS) if masked else tl.cdiv(edge - inner, ROWS)

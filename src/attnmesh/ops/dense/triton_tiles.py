@@ -428,7 +428,7 @@ def load_positions(positions, begin, limit, COUNT: tl.constexpr):
 
 @triton.jit
 def distances(held, positions, begin, limit, COUNT: tl.constexpr):
-    """Positions that are held, and those of a tile, from the first of these: float32 has them even where not itself."""
+    """Positions held and of a tile as float32 distances from the tile's first: exact even where a position is not."""
     origin = tl.load(positions + begin)
     return (held - origin).to(tl.float32), (load_positions(positions, begin, limit, COUNT) - origin).to(tl.float32)
 
