@@ -464,7 +464,7 @@ def test_under_hostile_schedules(tiles, seeds):
 
 
 PLANTED = {
-    "the first turn never comes": ("(turns & 1) ^ (1 - INDEX)", "turns & 1"),
+    "the first turn never comes": ("(turns & 1) ^ FIRST", "turns & 1"),
     "a consumer does not wait for the values": (
         "mbarrier.wait(barriers.v_ready.index(stage), phase)\n                    sums", "sums",
     ),

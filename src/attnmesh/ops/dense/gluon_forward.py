@@ -340,6 +340,7 @@ def _attend(
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
     down: gl.constexpr = gl.SliceLayout(1, product_layout(KEYS))
+    FIRST: gl.constexpr = 1 if INDEX == 0 else 0
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
@@ -402,7 +403,7 @@ def _attend(
                 weights = operand(weights, memory, SHAPE)
                 for key_begin in range(begin + KEYS, stop, KEYS):
                     next_stage = (step + 1) % STAGES
-                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ (1 - INDEX))
+                    mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE)
                     scores = _score(memory, INDEX, next_stage, alibi, slopes, next_near, tile_begin, key_begin, SHAPE)
