@@ -308,10 +308,8 @@ PLANTED = {
 
 PLANTED_WITH_SHARED_KEYS = {
     "grad_out is given back too soon": (
-        "acc_v = finish(0, acc_v)\n            mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), "
-        "count=1)",
-        "mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)\n            "
-        "acc_v = finish(0, acc_v)"),
+        "acc_v = steps.finish(0, acc_v)\n            mbarrier.arrive(barriers.grad_out_free.index(at), count=1)",
+        "mbarrier.arrive(barriers.grad_out_free.index(at), count=1)\n            acc_v = steps.finish(0, acc_v)"),
     "weights are read too early": ("mbarrier.wait(barriers.weights_ready.index(0), step & 1)", "pass"),
     "weights are overwritten": ("mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)", "pass"),
     "ds is not fenced": ("memory.ds.index(0).store(ds)\n            fence_async_shared()",
@@ -365,7 +363,7 @@ PLANTED_IN_TURNS = {
     "the counter of other rows is read ahead": (
         "seen = _seen(turns, next_head, next_row, work)", "seen = _seen(turns, head, row, work)"),
     "a program ends its turn before its sums are in memory": (
-        "wait_for_adds()\n        _end_turn(turns, head, row, work)", "_end_turn(turns, head, row, work)"),
+        "wait_for_adds()\n        if row < work.q_len:", "if row < work.q_len:"),
     "a key tile that no row sees is waited for": ("stops > 0, tiles + 1", "stops >= 0, tiles + 1"),
     "rows that the last tile does not have are waited for": ("before = last", "before, stop = last, work.q_len"),
     "the rows of the last tile are not": ("mask=tiles < before, other=0", "mask=tiles < before - 1, other=0"),

@@ -41,38 +41,13 @@ head_dim  products  shared memory  bytes of grad_q
 # ruff: noqa: RUF005 - Gluon has no starred elements
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnmesh.ops.dense import gluon_backward_memory as rows
+from attnmesh.ops.dense import gluon_backward_steps as steps
 from attnmesh.ops.dense.gluon_alibi import product_layout
-from attnmesh.ops.dense.gluon_backward_memory import (
-    TILE,
-    Barriers,
-    Memory,
-    Turns,
-    Work,
-    add_blocks,
-    add_in_turn,
-    add_rows,
-    load,
-    next_row,
-    ordered_row,
-)
-from attnmesh.ops.dense.gluon_backward_steps import (
-    add_products,
-    add_sums,
-    finish,
-    grad_scores_of,
-    leave,
-    score,
-    weights_of,
-    zero_blocks,
-)
+from attnmesh.ops.dense.gluon_backward_memory import TILE, Barriers, Memory, Turns, Work
 from attnmesh.ops.dense.gluon_backward_wide import differentiate_by_half, differentiate_keys, differentiate_values
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 
@@ -92,9 +67,6 @@ def backward_kernel(
     gdc_launch_dependents()  # the next kernel may be launched: if it reads these results, it waits for the end itself
     gdc_wait()
     STAGES: gl.constexpr = SHAPE.stages
-    UNROLLED: gl.constexpr = SHAPE.unrolled
-    K_BLOCK: gl.constexpr = SHAPE.k_block
-    V_BLOCK: gl.constexpr = SHAPE.v_block
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2  # tiles of 64 keys
     # The tiles of the heads of a section, longest first: programs of the same heads share rows in the L2 cache.
     tile_count = gl.cdiv(kv_len, HALVES * _TILE)
@@ -107,61 +79,43 @@ def backward_kernel(
     batch = stream // splits // kv_heads
     head = stream % (splits * kv_heads) * members
     begin, inner, edge, stop = _row_phases(ranges, bounds_stride, batch, key_begin, q_len, kv_len, tile_count, SHAPE)
-    steps = gl.cdiv(gl.cdiv(stop - begin, _TILE) * members, UNROLLED) * UNROLLED
-    start = begin
-    if SHAPE.ordered:
-        start = (gl.cdiv(stop, _TILE) - 1) * _TILE
+    step_count = gl.cdiv(gl.cdiv(stop - begin, _TILE) * members, SHAPE.unrolled) * SHAPE.unrolled
+    start = (gl.cdiv(stop, _TILE) - 1) * _TILE if SHAPE.ordered else begin
     alibi = None
     if slopes is not None:
         last_key = gl.load(k_positions + (gl.minimum(key_begin + HALVES * _TILE, kv_len) - 1))
         later_keys = (last_key > gl.load(q_positions + gl.minimum(inner, q_len - 1))).to(gl.int32)
         alibi = (q_positions, gl.load(k_positions + key_begin), later_keys)
     work = Work(
-        batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, steps, q_len, kv_len, alibi
+        batch, kv_head, key_begin, head, head + members, start, begin, inner, edge, stop, step_count, q_len, kv_len,
+        alibi, (grad_k, grad_k_strides, grad_v, grad_v_strides), scale, softcap,
     )  # fmt: skip
-    grads = (grad_k, grad_k_strides, grad_v, grad_v_strides)
-    if steps <= 0:
+    if step_count <= 0:
         if SHAPE.overwrite:
             grid: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-            no_k, no_v = zero_blocks(K_BLOCK, SHAPE.k_blocks, grid), zero_blocks(V_BLOCK, SHAPE.v_blocks, grid)
+            no_k = steps.zero_blocks(SHAPE.k_block, SHAPE.k_blocks, grid)
+            no_v = steps.zero_blocks(SHAPE.v_block, SHAPE.v_blocks, grid)
             for half in gl.static_range(HALVES):
-                add_sums(no_k, no_v, grads, None, work, key_begin + half * _TILE, SHAPE, grid)
+                steps.add_sums(no_k, no_v, None, work, key_begin + half * _TILE, SHAPE, grid)
         return
 
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    # Without swizzle: numbers of rows; and the eight columns that four threads hold.
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    weight_tile: gl.constexpr = None
-    if SHAPE.shared_keys:
-        quads: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])  # the eight columns that four threads hold
-        weight_tile = gl.allocate_shared_memory(gl.float32, [1, _TILE, _TILE], quads)
-    distances: gl.constexpr = None
-    row_slopes: gl.constexpr = None
-    if slopes is not None:
-        distances = gl.allocate_shared_memory(gl.float32, [HALVES, _TILE], flat)
-        row_slopes = gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat)
-    ds_tiles: gl.constexpr = None
-    grad_q_tiles: gl.constexpr = None
-    if grad_q is not None:
-        # Of both consumers, of two steps if they exchange them.
-        ds_tiles = gl.allocate_shared_memory(q.dtype, [1 if SHAPE.shared_keys else 4, _TILE, _TILE], wide)
-        floats: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
-        grad_q_tiles = gl.allocate_shared_memory(gl.float32, [2, _TILE, SHAPE.q_block], floats)
-    v_tiles: gl.constexpr = None
-    if SHAPE.scores:
-        v_tiles = gl.allocate_shared_memory(q.dtype, [HALVES * SHAPE.v_blocks, _TILE, V_BLOCK], wide)
+    quads: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     memory = Memory(
-        gl.allocate_shared_memory(q.dtype, [HALVES * SHAPE.k_blocks, _TILE, K_BLOCK], wide),
-        v_tiles,
-        gl.allocate_shared_memory(q.dtype, [STAGES * SHAPE.k_blocks, _TILE, K_BLOCK], wide),
-        gl.allocate_shared_memory(q.dtype, [SHAPE.grad_out_stages * SHAPE.v_blocks, _TILE, V_BLOCK], wide),
-        gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
-        gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
-        gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
-        distances,
-        row_slopes,
-        weight_tile,
-        ds_tiles,
-        grad_q_tiles,
+        weights=gl.allocate_shared_memory(gl.float32, [1, _TILE, _TILE], quads) if SHAPE.shared_keys else None,
+        distances=None if slopes is None else gl.allocate_shared_memory(gl.float32, [HALVES, _TILE], flat),
+        slopes=None if slopes is None else gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
+        # Of both consumers, of two steps if they exchange them.
+        ds=None if grad_q is None else _tiles(q.dtype, 1 if SHAPE.shared_keys else 4, _TILE),
+        grad_q=None if grad_q is None else _tiles(gl.float32, 2, SHAPE.q_block),
+        v=_tiles(q.dtype, HALVES * SHAPE.v_blocks, SHAPE.v_block) if SHAPE.scores else None,
+        k=_tiles(q.dtype, HALVES * SHAPE.k_blocks, SHAPE.k_block),
+        q=_tiles(q.dtype, STAGES * SHAPE.k_blocks, SHAPE.k_block),
+        grad_out=_tiles(q.dtype, SHAPE.grad_out_stages * SHAPE.v_blocks, SHAPE.v_block),
+        lse=gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
+        delta=gl.allocate_shared_memory(gl.float32, [STAGES, _TILE], flat),
+        bounds=gl.allocate_shared_memory(gl.int32, [2 * STAGES, _TILE], flat),
     )
     barriers = Barriers(
         k_ready=new_barriers(1, 1 if slopes is None else 2),  # the copies, and the distances
@@ -186,35 +140,34 @@ def backward_kernel(
         before, before_stop = _tile_before(ranges, bounds_stride, work, tile_count)
         turns = Turns(of_batch, row_tiles, key_begin // (2 * _TILE), before, before_stop)
     row_terms = (lse, lse_strides, delta, delta_strides, first, end, bounds_stride, slopes, q_positions, k_positions)
-    if SHAPE.shared_keys or SHAPE.halved:
+    wide: gl.constexpr = SHAPE.shared_keys or SHAPE.halved
+    if wide or SHAPE.ordered:
         gl.warp_specialize(
-            [(differentiate_values if SHAPE.shared_keys else differentiate_by_half,
-              (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (differentiate_keys if SHAPE.shared_keys else differentiate_by_half,
-              (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_blocks, (0, grad_q, memory, barriers, work, SHAPE)),
-             (add_blocks, (1, grad_q, memory, barriers, work, SHAPE))],
-            [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
-        )  # fmt: skip
-    elif SHAPE.ordered:
-        gl.warp_specialize(
-            [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_in_turn, (0, grad_q, turns, memory, barriers, work, SHAPE)),
-             (add_in_turn, (1, grad_q, turns, memory, barriers, work, SHAPE))],
+            [(differentiate_values if SHAPE.shared_keys else differentiate_by_half if wide else _differentiate,
+              (0, memory, barriers, work, SHAPE)),
+             (differentiate_keys if SHAPE.shared_keys else differentiate_by_half if wide else _differentiate,
+              (1, memory, barriers, work, SHAPE)),
+             (rows.load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (rows.add_blocks if wide else rows.add_in_turn, (0, grad_q, turns, memory, barriers, work, SHAPE)),
+             (rows.add_blocks if wide else rows.add_in_turn, (1, grad_q, turns, memory, barriers, work, SHAPE))],
             [4, 1, 1, 1], [_CONSUMER, _OTHER, _OTHER, _OTHER],
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(_differentiate, (0, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (_differentiate, (1, memory, barriers, work, grads, scale, softcap, SHAPE)),
-             (load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
-             (add_rows, (grad_q, memory, barriers, work, SHAPE))],
+            [(_differentiate, (0, memory, barriers, work, SHAPE)),
+             (_differentiate, (1, memory, barriers, work, SHAPE)),
+             (rows.load, (q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE)),
+             (rows.add_rows, (grad_q, memory, barriers, work, SHAPE))],
             [4, 1, 1], [_CONSUMER, _OTHER, _OTHER],
         )  # fmt: skip
     invalidate_barriers(barriers)
+
+
+@gluon.jit
+def _tiles(dtype: gl.constexpr, NUMBER: gl.constexpr, WIDTH: gl.constexpr):
+    """Shared memory for tiles of 64 rows that the matrix units and the copy engine read."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 32 if dtype == gl.float32 else 16, 2)
+    return gl.allocate_shared_memory(dtype, [NUMBER, _TILE, WIDTH], layout)
 
 
 @gluon.jit
@@ -255,22 +208,20 @@ def _tile_before(ranges, bounds_stride, work, tile_count):
 
 
 @gluon.jit
-def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+def _differentiate(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constexpr):
     """A consumer: the gradients of 64 keys, and half of the gradients of the queries."""
     STAGES: gl.constexpr = SHAPE.stages
     UNROLLED: gl.constexpr = SHAPE.unrolled
     PAIRED: gl.constexpr = SHAPE.paired
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
-    Q_BLOCK: gl.constexpr = SHAPE.q_block
     UNDER_WAY: gl.constexpr = V_BLOCKS if SHAPE.scores else 0  # products that start behind the scores
     score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
     my_keys = work.key_begin + HALF * _TILE
-    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS if SHAPE.scores else 0)
-    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
-    no_grad_q = gl.zeros([_TILE, Q_BLOCK], gl.float32, product_layout(Q_BLOCK))
+    acc_k = steps.zero_blocks(SHAPE.k_block, K_BLOCKS if SHAPE.scores else 0)
+    acc_v = steps.zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
     row = work.start
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -291,10 +242,10 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
             if within == 0:
                 mbarrier.wait(barriers.q_ready.index(stage), turn)
                 tile = HALF if PAIRED else drift + HALF
-                products = score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held)
+                products = steps.score(my_k, tile, memory.q, stage, K_BLOCKS, SHAPE.held)
             if SHAPE.scores:
                 mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                grad_weights = score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held)
+                grad_weights = steps.score(my_v, tile, memory.grad_out, stage, V_BLOCKS, SHAPE.held)
             row_lse = memory.lse.index(stage).load(across)
             if within == 0:
                 products = warpgroup_mma_wait(UNDER_WAY, [products])
@@ -309,16 +260,16 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                 products = finished[0]
                 mbarrier.arrive(barriers.q_free.index((step + STAGES - 1) % STAGES), count=1)
             if SHAPE.ordered:
-                row = ordered_row(step, work)
-            weights, capped = weights_of(products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE)
+                row = rows.ordered_row(step, work)
+            weights, capped = steps.weights_of(products, row_lse, row, stage, my_keys, memory, work, SHAPE)
             if SHAPE.values:
                 if not SHAPE.scores:
                     mbarrier.wait(barriers.grad_out_ready.index(stage), turn)
-                acc_v = add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS)
+                acc_v = steps.add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS)
             if SHAPE.scores:
                 row_delta = memory.delta.index(stage).load(across)
                 grad_weights = warpgroup_mma_wait(V_BLOCKS if SHAPE.values else 0, [grad_weights])
-                ds = grad_scores_of(weights, grad_weights, row_delta, capped, softcap).to(memory.k.dtype)
+                ds = steps.grad_scores_of(weights, grad_weights, row_delta, capped, work).to(memory.k.dtype)
                 # Of every step, or of two steps at a time: then each consumer has the rows of one.
                 ds_stage = step % 2
                 if SHAPE.needs_q:
@@ -332,18 +283,12 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                     mbarrier.arrive(barriers.ds_ready.index(at), count=1)
                     mbarrier.wait(barriers.ds_ready.index(at), (step // 2) & 1)
                     if PAIRED and SHAPE.values:
-                        acc_v = finish(0, acc_v)
+                        acc_v = steps.finish(0, acc_v)
                     parts = ()
                     for i in gl.static_range(K_BLOCKS):
-                        part = no_grad_q
-                        for half in gl.static_range(2):
-                            left = memory.ds.index(2 * (drift + HALF if PAIRED else ds_stage) + half).permute([1, 0])
-                            right = memory.k.index((drift + half) * K_BLOCKS + i)
-                            if not PAIRED:
-                                right = right.slice(HALF * Q_BLOCK, Q_BLOCK, dim=1)
-                            part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-                        parts = parts + (part,)
-                acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
+                        which = drift + HALF if PAIRED else ds_stage
+                        parts = parts + (steps.exchanged(memory, drift, which, i, HALF, SHAPE),)
+                acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
                 if SHAPE.needs_q and (within % 2 == 1 or not PAIRED):
                     for i in gl.static_range(K_BLOCKS):
                         if SHAPE.values and i == 0:
@@ -355,22 +300,22 @@ def _differentiate(HALF: gl.constexpr, memory, barriers, work, grads, scale, sof
                         if PAIRED and i == K_BLOCKS - 1:
                             mbarrier.arrive(barriers.ds_free.index(0), count=1)
                         uses = (step // 2 if PAIRED else step) * K_BLOCKS + i
-                        leave(part, scale, HALF, uses, memory, barriers)
+                        steps.leave(part, work.scale, HALF, uses, memory, barriers)
                 elif SHAPE.values and not SHAPE.needs_q:
-                    acc_v = finish(K_BLOCKS, acc_v)
+                    acc_v = steps.finish(K_BLOCKS, acc_v)
             if within + 1 < UNROLLED:
                 following = (step + 1) % STAGES
                 mbarrier.wait(barriers.q_ready.index(following), ((step + 1) // STAGES) & 1)
-                products = score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held)
+                products = steps.score(my_k, tile, memory.q, following, K_BLOCKS, SHAPE.held)
                 if SHAPE.scores and SHAPE.values and SHAPE.needs_q:
-                    acc_v = finish(2 * K_BLOCKS, acc_v)
-            row = next_row(row, work)
+                    acc_v = steps.finish(2 * K_BLOCKS, acc_v)
+            row = rows.next_row(row, work)
         drift = drift * 2
         # The compiler would serialize products that are under way from one turn to the next.
         if SHAPE.scores:
-            acc_k = finish(0, acc_k)
+            acc_k = steps.finish(0, acc_k)
         else:
-            acc_v = finish(0, acc_v)
+            acc_v = steps.finish(0, acc_v)
         mbarrier.arrive(barriers.q_free.index((origin + turns * UNROLLED + UNROLLED - 1) % STAGES), count=1)
 
-    add_sums(acc_k, acc_v, grads, scale, work, my_keys, SHAPE)
+    steps.add_sums(acc_k, acc_v, work.scale, work, my_keys, SHAPE)

@@ -16,6 +16,7 @@ before it have after some steps.)
 """
 
 # mypy: disable-error-code="assignment"
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
@@ -29,38 +30,17 @@ TILE = 64  # rows of a step, and keys of a consumer: the rows of one matrix inst
 _TILE, _LOG2_E = gl.constexpr(TILE), gl.constexpr(LOG2_E)
 
 
-class Memory(NamedTuple):
-    """Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q."""
-
-    k: Any
-    v: Any
-    q: Any
-    grad_out: Any
-    lse: Any
-    delta: Any
-    bounds: Any
-    distances: Any  # of keys from the first key of the program; None without slopes, as `slopes`
-    slopes: Any  # of the head of each stage, once for every key of a consumer
-    weights: Any  # if the consumers share keys
-    ds: Any
-    grad_q: Any
-
-
-class Barriers(NamedTuple):
-    """The barriers of the tiles: `ready` to be read, `free` to be written."""
-
-    k_ready: Any
-    v_ready: Any
-    q_ready: Any
-    q_free: Any  # and grad_out, unless the consumers share keys
-    grad_out_ready: Any
-    grad_out_free: Any  # if the consumers share keys
-    weights_ready: Any
-    weights_free: Any
-    ds_ready: Any
-    ds_free: Any
-    grad_q_ready: Any
-    grad_q_free: Any
+# Shared memory: tiles of keys and values; of rows and their terms, by stage; of ds and finished grad_q; and of weights
+# if the consumers share keys. With slopes, the distances of keys from the first key of the program, and the slope of
+# the head of each stage, once for every key of a consumer.
+Memory = namedtuple("Memory", "k v q grad_out lse delta bounds distances slopes weights ds grad_q")
+# The barriers of the tiles: `ready` to be read, `free` to be written. If the consumers do not share keys, they have no
+# weights to exchange, and what frees q frees grad_out.
+Barriers = namedtuple(
+    "Barriers",
+    "k_ready v_ready q_ready q_free grad_out_ready grad_out_free weights_ready weights_free ds_ready ds_free "
+    "grad_q_ready grad_q_free",
+)
 
 
 class Work(NamedTuple):
@@ -80,6 +60,9 @@ class Work(NamedTuple):
     q_len: Any
     kv_len: Any
     alibi: Any  # positions of rows, the first key's, and whether a key comes after a row that sees all; None without
+    grads: Any  # of the keys and of the values, each with its strides
+    scale: Any
+    softcap: Any
 
 
 class Turns(NamedTuple):
@@ -129,10 +112,7 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
     lse_head = lse + batch.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1]
     delta_head = delta + batch.to(gl.int64) * delta_strides[0] + head.to(gl.int64) * delta_strides[1]
     HALVES: gl.constexpr = 1 if SHAPE.shared_keys else 2
-    mbarrier.expect(barriers.k_ready.index(0), HALVES * k.block_type.nbytes * SHAPE.k_blocks)
-    for half in gl.static_range(HALVES):
-        keys = work.key_begin + half * _TILE
-        _copy(k, batch, work.kv_head, keys, memory.k, half, barriers.k_ready.index(0), SHAPE.k_blocks)
+    _copy(k, batch, work.kv_head, work.key_begin, memory.k, 0, barriers.k_ready.index(0), SHAPE.k_blocks, HALVES)
     if slopes is not None:
         for half in gl.static_range(HALVES):
             at_key = work.key_begin + half * _TILE + near
@@ -149,7 +129,6 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
         row_delta = gl.load(delta_head + rows * delta_strides[2], mask=real, other=0.0)
         empty = row_lse == float("-inf")
         mbarrier.wait(barriers.q_free.index(stage), turn ^ 1)
-        mbarrier.expect(barriers.q_ready.index(stage), q.block_type.nbytes * SHAPE.k_blocks)
         _copy(q, batch, head, row, memory.q, stage, barriers.q_ready.index(stage), SHAPE.k_blocks)
         # Rows without keys have weights of 0.
         row_lse = gl.where(empty, float("inf"), row_lse * _LOG2_E)
@@ -166,15 +145,12 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
             memory.bounds.index(2 * stage + 1).store(gl.minimum(row_end, work.kv_len))
         mbarrier.arrive(barriers.q_ready.index(stage), count=1)
         if SHAPE.scores and step == 0:
-            mbarrier.expect(barriers.v_ready.index(0), HALVES * v.block_type.nbytes * SHAPE.v_blocks)
-            for half in gl.static_range(HALVES):
-                keys = work.key_begin + half * _TILE
-                _copy(v, batch, work.kv_head, keys, memory.v, half, barriers.v_ready.index(0), SHAPE.v_blocks)
+            ready = barriers.v_ready.index(0)
+            _copy(v, batch, work.kv_head, work.key_begin, memory.v, 0, ready, SHAPE.v_blocks, HALVES)
         at = step % SHAPE.grad_out_stages
         ready = barriers.grad_out_ready.index(at)
         if SHAPE.shared_keys:
             mbarrier.wait(barriers.grad_out_free.index(at), (step // SHAPE.grad_out_stages & 1) ^ 1)
-        mbarrier.expect(ready, grad_out.block_type.nbytes * SHAPE.v_blocks)
         _copy(grad_out, batch, head, row, memory.grad_out, at, ready, SHAPE.v_blocks)
         memory.delta.index(at).store(gl.where(empty, 0.0, row_delta))
         mbarrier.arrive(ready, count=1)
@@ -194,13 +170,14 @@ def load(q, grad_out, k, v, row_terms, memory, barriers, work, SHAPE: gl.constex
 
 
 @gluon.jit
-def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr):
-    """Lets the copy engine fetch a tile, block by block of columns."""
+def _copy(x, batch, head, row, memory, tile, ready, BLOCKS: gl.constexpr, TILES: gl.constexpr = 1):
+    """Lets the copy engine fetch tiles one after another, block by block of columns."""
     block: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
     WIDTH: gl.constexpr = memory.shape[2]
-    for i in gl.static_range(BLOCKS):
+    mbarrier.expect(ready, TILES * x.block_type.nbytes * BLOCKS)
+    for i in gl.static_range(TILES * BLOCKS):
         there = memory.index(tile * BLOCKS + i)._reinterpret(x.dtype, [1, 1, _TILE, WIDTH], block)
-        tma.async_copy_global_to_shared(x, [batch, head, row, i * WIDTH], ready, there)
+        tma.async_copy_global_to_shared(x, [batch, head, row + i // BLOCKS * _TILE, i % BLOCKS * WIDTH], ready, there)
 
 
 @gluon.jit
@@ -245,12 +222,13 @@ def add_in_turn(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE
             seen = _seen(turns, next_head, next_row, work)
         _release(barriers, HALF, 0)
         wait_for_adds()
-        _end_turn(turns, head, row, work)
+        if row < work.q_len:  # the next key tile with these rows adds to them
+            gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
         head, row = next_head, next_row
 
 
 @gluon.jit
-def add_blocks(HALF: gl.constexpr, grad_q, memory, barriers, work, SHAPE: gl.constexpr):
+def add_blocks(HALF: gl.constexpr, grad_q, turns, memory, barriers, work, SHAPE: gl.constexpr):
     """Lets the copy engine add the blocks of grad_q of one consumer."""
     FIRST: gl.constexpr = HALF * (SHAPE.k_blocks // 2)
     ROUNDS: gl.constexpr = SHAPE.k_blocks - FIRST if HALF == 1 else SHAPE.k_blocks // 2
@@ -296,13 +274,6 @@ def _seen(turns, head, row, work):
 def _done(turns, head, row):
     """The counter of some rows."""
     return turns.done + head * turns.row_tiles + row // _TILE
-
-
-@gluon.jit
-def _end_turn(turns, head, row, work):
-    """Lets the next key tile with these rows add to them."""
-    if row < work.q_len:
-        gl.atomic_xchg(_done(turns, head, row), turns.tile + 1, sem="release")
 
 
 @gluon.jit

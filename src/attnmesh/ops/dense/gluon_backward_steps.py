@@ -20,16 +20,16 @@ _TILE = gl.constexpr(TILE)
 
 @gluon.jit
 def weights_of(
-    products, row_lse, row, stage, key_begin, memory, work, scale, softcap, SHAPE: gl.constexpr,
-    FIRST: gl.constexpr = 0, ROWS: gl.constexpr = TILE,
+    products, row_lse, row, stage, key_begin, memory, work, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0,
+    ROWS: gl.constexpr = TILE,
 ):  # fmt: skip
     """The weights of 64 keys for (some of) the rows of a stage, and the tanh of the scores if they are capped."""
     grid: gl.constexpr = product_layout(ROWS)
     across: gl.constexpr = gl.SliceLayout(0, grid)
     capped = products
-    if softcap is not None:
-        capped = tanh(products * (scale / softcap))
-    exponents = capped * factor_of(scale, softcap) - row_lse[None, :]
+    if work.softcap is not None:
+        capped = tanh(products * (work.scale / work.softcap))
+    exponents = capped * factor_of(work.scale, work.softcap) - row_lse[None, :]
     if memory.slopes is not None:
         # With the slope times the distance of the row, which is part of `row_lse`: see `gluon_online_softmax.softmax`.
         q_positions, origin, later_keys = work.alibi
@@ -57,10 +57,10 @@ def weights_of(
 
 
 @gluon.jit
-def grad_scores_of(weights, grad_weights, row_delta, capped, softcap):
+def grad_scores_of(weights, grad_weights, row_delta, capped, work):
     """The gradients of scores, from the weights and their gradients."""
     grad_scores = weights * (grad_weights - row_delta[None, :])
-    if softcap is not None:
+    if work.softcap is not None:
         grad_scores = grad_scores * (1.0 - capped * capped)
     return grad_scores
 
@@ -105,6 +105,20 @@ def add_products(acc, left, right, stage, BLOCKS: gl.constexpr, FIRST: gl.conste
 
 
 @gluon.jit
+def exchanged(memory, drift, which, BLOCK: gl.constexpr, HALF: gl.constexpr, SHAPE: gl.constexpr):
+    """Starts a block of columns of grad_q, or half of it, for the rows of a step: ds of both consumers, times k."""
+    WIDTH: gl.constexpr = SHAPE.q_block
+    part = gl.zeros([_TILE, WIDTH], gl.float32, product_layout(WIDTH))
+    for half in gl.static_range(2):
+        left = memory.ds.index(2 * which + half).permute([1, 0])
+        right = memory.k.index((drift + half) * SHAPE.k_blocks + BLOCK)
+        if SHAPE.k_block > WIDTH:
+            right = right.slice(HALF * WIDTH, WIDTH, dim=1)
+        part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
+    return part
+
+
+@gluon.jit
 def finish(UNDER_WAY: gl.constexpr, sums):
     """Waits until at most UNDER_WAY products run, none of them the products of the sums."""
     finished = warpgroup_mma_wait(UNDER_WAY, sums)
@@ -123,9 +137,9 @@ def leave(part, scale, HALF: gl.constexpr, uses, memory, barriers):
 
 
 @gluon.jit
-def add_sums(acc_k, acc_v, grads, scale, work, key_begin, SHAPE: gl.constexpr, layout: gl.constexpr = None):
+def add_sums(acc_k, acc_v, scale, work, key_begin, SHAPE: gl.constexpr, layout: gl.constexpr = None):
     """Adds the sums, block by block of columns, to the gradients of 64 keys and values, or overwrites them."""
-    grad_k, grad_k_strides, grad_v, grad_v_strides = grads
+    grad_k, grad_k_strides, grad_v, grad_v_strides = work.grads
     _add_blocks(grad_k, grad_k_strides, acc_k, scale, work, key_begin, SHAPE.k_block, SHAPE.d, SHAPE, layout)
     _add_blocks(grad_v, grad_v_strides, acc_v, None, work, key_begin, SHAPE.v_block, SHAPE.dv, SHAPE, layout)
 

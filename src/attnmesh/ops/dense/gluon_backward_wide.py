@@ -11,30 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnmesh.ops.dense import gluon_backward_steps as steps
 from attnmesh.ops.dense.gluon_alibi import product_layout
 from attnmesh.ops.dense.gluon_backward_memory import TILE, next_row
-from attnmesh.ops.dense.gluon_backward_steps import (
-    add_products,
-    add_sums,
-    finish,
-    grad_scores_of,
-    leave,
-    score,
-    weights_of,
-    zero_blocks,
-)
 
 _TILE = gl.constexpr(TILE)
 
 
 @gluon.jit
-def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constexpr):
     """The gradients of 64 keys, with the scores of 32 rows at a time, and some columns of grad_q.
 
     grad_q is of the previous step, whose ds is ready. A consumer multiplies one or two of its three blocks of columns,
     each before it adds to the sums: a block leaves registers while these products run.
     """
-    STAGES: gl.constexpr = SHAPE.stages
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     FIRST: gl.constexpr = HALF * (K_BLOCKS // 2)  # of the blocks of grad_q, two of them the second consumer's
@@ -43,8 +33,8 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     across: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
 
     my_keys = work.key_begin + HALF * _TILE
-    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS)
-    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS)
+    acc_k = steps.zero_blocks(SHAPE.k_block, K_BLOCKS)
+    acc_v = steps.zero_blocks(SHAPE.v_block, V_BLOCKS)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -53,11 +43,11 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     mbarrier.wait(barriers.v_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, 0, ROWS)
-        mbarrier.wait(barriers.grad_out_ready.index(stage), step // STAGES & 1)
-        grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, 0, ROWS)
+        stage = step % SHAPE.stages
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
+        products = steps.score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, 0, ROWS)
+        mbarrier.wait(barriers.grad_out_ready.index(stage), step // SHAPE.stages & 1)
+        grad_weights = steps.score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, 0, ROWS)
         for half in gl.static_range(2):
             row_lse = memory.lse.index(stage).slice(half * ROWS, ROWS).load(across)
             if half == 0:
@@ -68,12 +58,12 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
                 products = finished[0]
                 acc_k = finished[1 : 1 + K_BLOCKS]
                 acc_v = finished[1 + K_BLOCKS :]
-            weights, capped = weights_of(
-                products, row_lse, row, stage, my_keys, memory, work, scale, softcap, SHAPE, half * ROWS, ROWS
+            weights, capped = steps.weights_of(
+                products, row_lse, row, stage, my_keys, memory, work, SHAPE, half * ROWS, ROWS
             )  # fmt: skip
             row_delta = memory.delta.index(stage).slice(half * ROWS, ROWS).load(across)
             grad_weights = warpgroup_mma_wait(0, [grad_weights])
-            ds = grad_scores_of(weights, grad_weights, row_delta, capped, softcap).to(memory.k.dtype)
+            ds = steps.grad_scores_of(weights, grad_weights, row_delta, capped, work).to(memory.k.dtype)
             if SHAPE.needs_q:
                 if half == 0:
                     # The ds of the last step is ready, and both have multiplied the one before, which this overwrites.
@@ -81,21 +71,21 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
                     mbarrier.wait(barriers.ds_ready.index(0), step & 1 ^ 1)
                 memory.ds.index(2 * (step % 2) + HALF).slice(half * ROWS, ROWS, dim=1).store(ds)
             if half < ROUNDS:
-                part = _exchanged(memory, drift, (step + 1) % 2, FIRST + half, SHAPE)
+                part = steps.exchanged(memory, drift, (step + 1) % 2, FIRST + half, HALF, SHAPE)
             # grad_v not before ds: there are no registers for the weights in both precisions.
-            acc_v = add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
-            acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
+            acc_v = steps.add_products(acc_v, weights, memory.grad_out, stage, V_BLOCKS, half * ROWS, ROWS)
+            acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS, half * ROWS, ROWS)
             if half < ROUNDS:
                 part = warpgroup_mma_wait(K_BLOCKS + V_BLOCKS, [part])
             if SHAPE.needs_q and half == 1:
                 fence_async_shared()
                 mbarrier.arrive(barriers.ds_ready.index(0), count=1)
             if half < ROUNDS:
-                leave(part * scale, None, HALF, step * ROUNDS + half, memory, barriers)
+                steps.leave(part * work.scale, None, HALF, step * ROUNDS + half, memory, barriers)
             drift = drift * 2
             if half == 0:
-                products = score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, ROWS, ROWS)
-                grad_weights = score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, ROWS, ROWS)
+                products = steps.score(memory.k, drift + HALF, memory.q, stage, K_BLOCKS, False, ROWS, ROWS)
+                grad_weights = steps.score(memory.v, drift + HALF, memory.grad_out, stage, V_BLOCKS, False, ROWS, ROWS)
         # The compiler would serialize products that are under way from one turn to the next.
         finished = warpgroup_mma_wait(0, acc_k + acc_v)
         acc_k = finished[:K_BLOCKS]
@@ -105,37 +95,23 @@ def differentiate_by_half(HALF: gl.constexpr, memory, barriers, work, grads, sca
     if SHAPE.needs_q:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1 ^ 1)
         for i in gl.static_range(ROUNDS):
-            part = _exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, SHAPE)
+            part = steps.exchanged(memory, drift, (work.steps + 1) % 2, FIRST + i, HALF, SHAPE)
             part = warpgroup_mma_wait(0, [part])
-            leave(part * scale, None, HALF, work.steps * ROUNDS + i, memory, barriers)
-    add_sums(acc_k, acc_v, grads, scale, work, my_keys, SHAPE)
+            steps.leave(part * work.scale, None, HALF, work.steps * ROUNDS + i, memory, barriers)
+    steps.add_sums(acc_k, acc_v, work.scale, work, my_keys, SHAPE)
 
 
 @gluon.jit
-def _exchanged(memory, drift, which, BLOCK: gl.constexpr, SHAPE: gl.constexpr):
-    """Starts a block of columns of grad_q for the rows of a step: ds of both consumers, times k."""
-    K_BLOCK: gl.constexpr = SHAPE.k_block
-    part = gl.zeros([_TILE, K_BLOCK], gl.float32, product_layout(K_BLOCK))
-    for half in gl.static_range(2):
-        left = memory.ds.index(2 * which + half).permute([1, 0])
-        right = memory.k.index((drift + half) * SHAPE.k_blocks + BLOCK)
-        part = warpgroup_mma(left, right, part, use_acc=half > 0, is_async=True)
-    return part
-
-
-@gluon.jit
-def differentiate_values(HALF: gl.constexpr, memory, barriers, work, grads, scale, softcap, SHAPE: gl.constexpr):
+def differentiate_values(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constexpr):
     """The weights of 64 keys, which the other consumer gets, their grad_v, and some columns of grad_q.
 
     grad_q is of the previous step: its ds is ready while the weights are computed.
     """
-    STAGES: gl.constexpr = SHAPE.stages
-    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
     V_BLOCKS: gl.constexpr = SHAPE.v_blocks
     ROUNDS: gl.constexpr = SHAPE.k_blocks // 2 if SHAPE.needs_q else 0
     across: gl.constexpr = gl.SliceLayout(0, product_layout(_TILE))
 
-    acc_v = zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
+    acc_v = steps.zero_blocks(SHAPE.v_block, V_BLOCKS if SHAPE.values else 0)
     row = work.begin
     # 0, but the compiler does not know: it would keep the addresses of every stage in registers.
     origin = gl.minimum(work.q_len, 0)
@@ -143,16 +119,16 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, grads, scal
     mbarrier.wait(barriers.k_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        products = score(memory.k, drift, memory.q, stage, SHAPE.k_blocks, False)
+        stage = step % SHAPE.stages
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
+        products = steps.score(memory.k, drift, memory.q, stage, SHAPE.k_blocks, False)
         row_lse = memory.lse.index(stage).load(across)
         parts = ()
         if ROUNDS > 0:
             mbarrier.wait(barriers.ds_ready.index(0), step & 1)
             parts = _start_grad_q(memory, drift, 0, 1, SHAPE)
         products = warpgroup_mma_wait(1 if ROUNDS > 0 else 0, [products])
-        weights, capped = weights_of(products, row_lse, row, stage, work.key_begin, memory, work, scale, softcap, SHAPE)
+        weights, capped = steps.weights_of(products, row_lse, row, stage, work.key_begin, memory, work, SHAPE)
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         # Weights are stored and loaded by threads, never by the matrix units or the copy engine: no fence is needed.
         # Stores come before loads: `arrive` is a barrier of this group's warps and then an arrival (release) of one
@@ -164,56 +140,53 @@ def differentiate_values(HALF: gl.constexpr, memory, barriers, work, grads, scal
         # joined with it.)
         if ROUNDS == 0:
             mbarrier.wait(barriers.weights_free.index(0), (step & 1) ^ 1)
-        memory.weights.index(0).store(weights if softcap is None else weights * (1.0 - capped * capped))
+        memory.weights.index(0).store(weights if work.softcap is None else weights * (1.0 - capped * capped))
         mbarrier.arrive(barriers.weights_ready.index(0), count=1)
         if ROUNDS > 1:
             parts = parts + _start_grad_q(memory, drift, 1, ROUNDS - 1, SHAPE)
         if SHAPE.values:
-            at = step % GRAD_OUT_STAGES
-            mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
-            acc_v = add_products(acc_v, weights, memory.grad_out, at, V_BLOCKS)
+            at = step % SHAPE.grad_out_stages
+            mbarrier.wait(barriers.grad_out_ready.index(at), step // SHAPE.grad_out_stages & 1)
+            acc_v = steps.add_products(acc_v, weights, memory.grad_out, at, V_BLOCKS)
         if ROUNDS > 0:
-            _finish_grad_q(parts, HALF, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, scale)
+            _finish_grad_q(parts, HALF, ROUNDS, V_BLOCKS if SHAPE.values else 0, step, memory, barriers, work)
         if SHAPE.values:
-            acc_v = finish(0, acc_v)
-            mbarrier.arrive(barriers.grad_out_free.index(step % GRAD_OUT_STAGES), count=1)
+            acc_v = steps.finish(0, acc_v)
+            mbarrier.arrive(barriers.grad_out_free.index(at), count=1)
         row = next_row(row, work)
         drift = drift * 2
     if ROUNDS > 0:
         mbarrier.wait(barriers.ds_ready.index(0), work.steps & 1)
         parts = _start_grad_q(memory, drift, 0, ROUNDS, SHAPE)
-        _finish_grad_q(parts, HALF, ROUNDS, 0, work.steps, memory, barriers, scale)
-    add_sums((), acc_v, grads, None, work, work.key_begin, SHAPE)
+        _finish_grad_q(parts, HALF, ROUNDS, 0, work.steps, memory, barriers, work)
+    steps.add_sums((), acc_v, None, work, work.key_begin, SHAPE)
 
 
 @gluon.jit
-def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, grads, scale, _softcap, SHAPE: gl.constexpr):
+def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, SHAPE: gl.constexpr):
     """The ds of 64 keys, which the other consumer gets, their grad_k, and the other columns of grad_q."""
-    STAGES: gl.constexpr = SHAPE.stages
-    GRAD_OUT_STAGES: gl.constexpr = SHAPE.grad_out_stages
     K_BLOCKS: gl.constexpr = SHAPE.k_blocks
     FIRST: gl.constexpr = K_BLOCKS // 2 if SHAPE.needs_q else 0
     ROUNDS: gl.constexpr = K_BLOCKS - FIRST
-    dtype: gl.constexpr = memory.k.dtype
     score_grid: gl.constexpr = product_layout(_TILE)
     across: gl.constexpr = gl.SliceLayout(0, score_grid)
 
-    acc_k = zero_blocks(SHAPE.k_block, K_BLOCKS)
+    acc_k = steps.zero_blocks(SHAPE.k_block, K_BLOCKS)
     origin = gl.minimum(work.q_len, 0)
     drift = origin
     if FIRST > 0:
         # The other multiplies the ds of the step before: of none, in the first.
-        memory.ds.index(0).store(gl.zeros([_TILE, _TILE], dtype, score_grid))
+        memory.ds.index(0).store(gl.zeros([_TILE, _TILE], memory.k.dtype, score_grid))
         fence_async_shared()
         mbarrier.arrive(barriers.ds_ready.index(0), count=1)
     mbarrier.wait(barriers.v_ready.index(0), 0)
     mbarrier.wait(barriers.k_ready.index(0), 0)
     for turn in range(work.steps):
         step = origin + turn
-        stage = step % STAGES
-        at = step % GRAD_OUT_STAGES
-        mbarrier.wait(barriers.grad_out_ready.index(at), step // GRAD_OUT_STAGES & 1)
-        grad_weights = score(memory.v, drift, memory.grad_out, at, SHAPE.v_blocks, False)
+        stage = step % SHAPE.stages
+        at = step % SHAPE.grad_out_stages
+        mbarrier.wait(barriers.grad_out_ready.index(at), step // SHAPE.grad_out_stages & 1)
+        grad_weights = steps.score(memory.v, drift, memory.grad_out, at, SHAPE.v_blocks, False)
         row_delta = memory.delta.index(at).load(across)
         grad_weights = warpgroup_mma_wait(0, [grad_weights])
         mbarrier.arrive(barriers.grad_out_free.index(at), count=1)
@@ -221,7 +194,7 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, grads, scale,
         weights = memory.weights.index(0).load(score_grid)
         if FIRST == 0:
             mbarrier.arrive(barriers.weights_free.index(0), count=1)
-        ds = (weights * (grad_weights - row_delta[None, :])).to(dtype)
+        ds = (weights * (grad_weights - row_delta[None, :])).to(memory.k.dtype)
         parts = ()
         if SHAPE.needs_q:
             if FIRST > 0:
@@ -230,14 +203,14 @@ def differentiate_keys(HALF: gl.constexpr, memory, barriers, work, grads, scale,
             fence_async_shared()
             mbarrier.arrive(barriers.ds_ready.index(0), count=1)
             parts = _start_grad_q(memory, drift, FIRST, ROUNDS, SHAPE)
-        mbarrier.wait(barriers.q_ready.index(stage), step // STAGES & 1)
-        acc_k = add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
+        mbarrier.wait(barriers.q_ready.index(stage), step // SHAPE.stages & 1)
+        acc_k = steps.add_products(acc_k, ds, memory.q, stage, K_BLOCKS)
         if SHAPE.needs_q:
-            _finish_grad_q(parts, HALF, ROUNDS, K_BLOCKS, step, memory, barriers, scale)
-        acc_k = finish(0, acc_k)
+            _finish_grad_q(parts, HALF, ROUNDS, K_BLOCKS, step, memory, barriers, work)
+        acc_k = steps.finish(0, acc_k)
         mbarrier.arrive(barriers.q_free.index(stage), count=1)
         drift = drift * 2
-    add_sums(acc_k, (), grads, scale, work, work.key_begin, SHAPE)
+    steps.add_sums(acc_k, (), work.scale, work, work.key_begin, SHAPE)
 
 
 @gluon.jit
@@ -253,13 +226,11 @@ def _start_grad_q(memory, drift, FIRST: gl.constexpr, ROUNDS: gl.constexpr, SHAP
 
 
 @gluon.jit
-def _finish_grad_q(
-    parts, HALF: gl.constexpr, ROUNDS: gl.constexpr, BEHIND: gl.constexpr, uses, memory, barriers, scale
-):  # fmt: skip
+def _finish_grad_q(parts, HALF: gl.constexpr, ROUNDS: gl.constexpr, BEHIND: gl.constexpr, uses, memory, barriers, work):
     """Brings the blocks to shared memory, one after the other, while `BEHIND` later products are under way."""
     for i in gl.static_range(ROUNDS):
         part = warpgroup_mma_wait(ROUNDS - 1 - i + BEHIND, [parts[i]])
         if HALF == 0 and i == ROUNDS - 1:
             mbarrier.arrive(barriers.ds_free.index(0), count=1)
         # Multiplied by the scale before the wait, forward and backward took 1.07 of the time.
-        leave(part, scale, HALF, uses * ROUNDS + i, memory, barriers)
+        steps.leave(part, work.scale, HALF, uses * ROUNDS + i, memory, barriers)

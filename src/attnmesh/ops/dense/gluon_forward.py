@@ -27,6 +27,7 @@ beyond the ends of q, k and v: rows there are masked, and columns there fill a t
 
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005 - Gluon has no starred elements
+from collections import namedtuple
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ from attnmesh.ops.dense.triton_tiles import LENGTHS, PLAIN, Bounds, ScoreTerms, 
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
-from attnmesh.ops.launch import Launch, Recent, prepare, signature
+from attnmesh.ops.launch import Launch, Recent, multiprocessors, prepare, signature
 from attnmesh.ops.merge import new_state
 
 # Lengths and heads, and the strides of what has one element per row: each would recompile for another alignment.
@@ -64,7 +65,8 @@ _NOT_SPECIALIZED = [
     "step", "q_first", "q_split", "q_jump", "k_split", "k_jump",
 ]  # fmt: skip
 _ROWS = gl.constexpr(ROWS)
-_CONSUMERS, _RECORD, _NEW = gl.constexpr(CONSUMERS), gl.constexpr(RECORD), gl.constexpr(NEW)
+_CONSUMERS, _RECORD = gl.constexpr(CONSUMERS), gl.constexpr(RECORD)
+_NEW, _IN_PLACE = gl.constexpr(NEW), gl.constexpr(IN_PLACE)
 
 
 class Shape(NamedTuple):
@@ -82,33 +84,16 @@ class Shape(NamedTuple):
     staged: Any  # whether float32 tiles pass through shared memory
     even: Any  # whether there are slopes, and even positions
     later: Any  # whether there are slopes, and keys that may come after their rows
+    biased: Any  # whether products begin from the terms of slopes
 
 
-class Memory(NamedTuple):
-    """Shared memory. Tiles are tuples of one or two blocks of columns."""
-
-    q: Any
-    k: Any
-    v: Any
-    state: Any  # None if not staged
-    work: Any
-    distances: Any  # of keys from a work tile's first row; None without slopes, or if even
-
-
-class Barriers(NamedTuple):
-    """The barriers of the stages, records and consumers."""
-
-    work_ready: Any
-    work_free: Any
-    q_ready: Any
-    q_free: Any
-    turn: Any
-    k_ready: Any
-    k_free: Any
-    v_ready: Any
-    v_free: Any
-    state_ready: Any
-    state_free: Any
+# Shared memory: tiles, which are tuples of one or two blocks of columns, with those of the state None if not staged;
+# records; and the distances of keys from a work tile's first row, None without slopes, or if even.
+Memory = namedtuple("Memory", "q k v state work distances")
+# The barriers of the stages, records and consumers.
+Barriers = namedtuple(
+    "Barriers", "work_ready work_free q_ready q_free turn k_ready k_free v_ready v_free state_ready state_free"
+)
 
 
 class GluonTiles(NamedTuple):
@@ -190,10 +175,7 @@ def forward(
         launch(*given, *alibi, *result)
     elif result.out.numel():
         with torch.cuda.device_of(q):
-            launch = _first_launch(
-                q, k, v, visible, None if in_place else state, sinks, result, scale, causal, terms, in_place, tiles,
-                pack,
-            )  # fmt: skip
+            launch = _first_launch(given, visible, result, scale, causal, terms, in_place, tiles, pack)
         if launch is not None:
             _known.add(key, launch)
     return result
@@ -203,20 +185,20 @@ _known: Recent[Launch] = Recent()
 
 
 def _first_launch(
-    q: Tensor, k: Tensor, v: Tensor, visible: Bounds, state: State | None, sinks: Tensor | None, result: State,
-    scale: float, causal: bool, terms: ScoreTerms, in_place: bool, tiles: GluonTiles | None, pack: int | None,
+    given: tuple[Any, ...], visible: Bounds, result: State, scale: float, causal: bool, terms: ScoreTerms,
+    in_place: bool, tiles: GluonTiles | None, pack: int | None,
 ) -> Launch | None:  # fmt: skip
     """Launches the kernel, and returns what repeats it; None without keys."""
+    q, k, v, _, _, state_out, state_lse, sinks = given
+    if in_place:  # the kernel knows it as the result
+        state_out, state_lse = None, None
     batch, q_heads, q_len, key_dim = q.shape
     kv_heads, kv_len, value_dim = v.shape[1:]
-    states = result if in_place else state or (None, None)
-    tensors = (q, k, v, visible.first, visible.end, *states, sinks, *terms[1:4], *result)
     if kv_len == 0:  # the copy engine takes no empty tensor
         k, v = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (k, v))
     tiles = tiles or pick_tiles(key_dim, value_dim)
     pack = pack or _packed_heads(q_heads // kv_heads, q_len)
     rows = ROWS // pack
-    state_out, state_lse = state or (None, None)
     state_strides, out_strides = row_strides(state_out=state_out, out=result.out)
     key_blocks, value_blocks = (blocks_of(next(width for width in _WIDTHS if width >= d)) for d in (key_dim, value_dim))
     q_blocks = _descriptors(q, pack, rows, key_blocks)
@@ -230,7 +212,7 @@ def _first_launch(
     apart = causal and (q_len >= _LONG or 2 * (k.numel() + v.numel()) > _CACHED)
     kv_section = tiles.section or (1 if apart else None)
     section = head_tiles if kv_section is None else kv_section * (q_heads // kv_heads // pack)
-    grid = (min(work_tiles, _processors(q)),)
+    grid = (min(work_tiles, multiprocessors(q.device, 3)),)  # in the emulation, a program has several work tiles, too
     even = None if terms.slopes is None or terms.even is None or terms.even.k_split % tiles.keys else terms.even
     positions = (None, None) if even else (terms.q_positions, terms.k_positions)
     args = (
@@ -242,14 +224,15 @@ def _first_launch(
     )  # fmt: skip
     shape = Shape(
         causal, 0 if visible.first is None else visible.parts, pack, tiles.keys, tiles.stages, *value_blocks,
-        value_dim, IN_PLACE if in_place else NEW if state is None else OTHER, staged, even is not None,
+        value_dim, IN_PLACE if in_place else NEW if state_out is None else OTHER, staged, even is not None,
         terms.slopes is not None and (even is None or even.has_later_keys(causal)),
+        terms.slopes is not None and terms.softcap is None,
     )  # fmt: skip
     options = {"SHAPE": shape, "num_warps": 4, "launch_pdl": True}
     if kv_len == 0:
         _forward_kernel[grid](*args, **options)
         return None
-    return prepare(_forward_kernel, grid, args, tensors, **options)
+    return prepare(_forward_kernel, grid, args, (*given, *terms[1:4], *result), **options)
 
 
 def _packed_heads(group: int, q_len: int) -> int:
@@ -274,11 +257,6 @@ def _descriptors(x: Tensor, heads: int, rows: int, blocks: tuple[int, int]) -> l
     ]
 
 
-def _processors(q: Tensor) -> int:
-    # Three in the emulation, so that a program has several work tiles.
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 3
-
-
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _forward_kernel(
     q_main, q_rest, k_main, k_rest, v_main, v_rest, state_main, state_rest, first, end,
@@ -294,18 +272,17 @@ def _forward_kernel(
     STAGES: gl.constexpr = SHAPE.stages
     q_blocks, k_blocks, v_blocks = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
     state_blocks = (state_main, state_rest)
-    queries = _allocate(q_blocks, _CONSUMERS)
-    keys = _allocate(k_blocks, STAGES)
-    values = _allocate(v_blocks, STAGES)
-    states = None
-    if SHAPE.staged:
-        states = _allocate(state_blocks, _CONSUMERS)
-    work = gl.allocate_shared_memory(gl.int32, [2, _RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    distances = None
-    if k_positions is not None:
-        # One more than stages: keys of a stage are replaced before all consumers have computed their softmax.
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        distances = gl.allocate_shared_memory(gl.float32, [STAGES + 1, SHAPE.keys], flat)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    # Of distances, one tile more: keys of a stage are replaced before all consumers have computed their softmax.
+    DISTANCES: gl.constexpr = STAGES + 1
+    memory = Memory(
+        q=_allocate(q_blocks, _CONSUMERS),
+        k=_allocate(k_blocks, STAGES),
+        v=_allocate(v_blocks, STAGES),
+        state=_allocate(state_blocks, _CONSUMERS) if SHAPE.staged else None,
+        work=gl.allocate_shared_memory(gl.int32, [2, _RECORD], flat),
+        distances=None if k_positions is None else gl.allocate_shared_memory(gl.float32, [DISTANCES, SHAPE.keys], flat),
+    )
     barriers = Barriers(
         work_ready=new_barriers(2, 1),
         work_free=new_barriers(2, _CONSUMERS),
@@ -321,12 +298,11 @@ def _forward_kernel(
     )
     fence_async_shared()
 
-    memory = Memory(queries, keys, values, states, work, distances)
     mask = (first, end, (part_stride, sequence_stride))
     state_out_strides = (state_out_batch, state_out_head, state_out_row)
     state_lse_strides = (state_lse_batch, state_lse_head, state_lse_row)
-    before = (state_out, state_out_strides, state_lse, state_lse_strides)
     after = (out, (out_batch, out_head, out_row), lse, (lse_batch, lse_head, lse_row), sinks)
+    before = after[:4] if SHAPE.state == _IN_PLACE else (state_out, state_out_strides, state_lse, state_lse_strides)
     sizes = Sizes(q_len, kv_len, q_heads, group, work_tiles, section)
     alibi = (slopes, q_positions, k_positions, (step, q_first, q_split, q_jump, k_split, k_jump))
     gdc_wait()
@@ -368,7 +344,6 @@ def _attend(
     APART: gl.constexpr = _ROWS // SHAPE.pack  # rows of one head
     # From the state instead of from nothing: registers do not hold both in the end.
     CONTINUES: gl.constexpr = SHAPE.state != _NEW and not SHAPE.staged and SHAPE.v_main + SHAPE.v_rest > 128
-    BIASED: gl.constexpr = alibi[0] is not None and softcap is None  # whether products begin from their terms
     factor = factor_of(scale, softcap)
     step = 0  # tiles of keys so far, of all work tiles
     turns = 0  # of this consumer so far
@@ -387,14 +362,14 @@ def _attend(
         acc, total, raw_max = initial(factor, SHAPE, down)
         state_lse = None
         if CONTINUES:
-            acc, total, row_max = load_state(before, after, place, SHAPE, down)
+            acc, total, row_max = load_state(before, place, SHAPE, down)
             acc = rescale(acc, total, True)  # an empty state may hold NaN
             raw_max = gl.where(total == 0.0, lowest_of(factor), row_max / factor)
             if alibi[0] is not None:
                 raw_max += slopes * row_distances  # type: ignore[operator]
         elif SHAPE.state != _NEW:
             # Not needed before the end of the work tile.
-            state_lse = load_lse(before, after, place, SHAPE, down)
+            state_lse = load_lse(before, place, SHAPE, down)
         seen = served
         if PARTS > 1:
             release(barriers, INDEX, SHAPE)
@@ -405,9 +380,10 @@ def _attend(
             record += 1
             if stop > begin:
                 row_first, row_end = visible_keys(mask, part, batch, rows, sizes, SHAPE)
-                terms = None
+                terms = ()
                 if alibi[0] is not None:
                     terms = (slopes, row_distances, has_later_keys(alibi, tile_begin, edge, SHAPE))
+                of_rows = (inner, edge, row_first, row_end, scale, softcap, terms)
                 mbarrier.wait(barriers.q_ready.index(INDEX), served & 1)
                 seen = served + 1
 
@@ -416,15 +392,12 @@ def _attend(
                 phase = step // STAGES & 1
                 mbarrier.wait(barriers.k_ready.index(stage), phase)
                 near = key_distances(memory, alibi, step, tile_begin, begin, SHAPE)
-                scores = _score(memory, INDEX, stage, alibi, slopes, near, tile_begin, begin, BIASED, SHAPE)
+                scores = _score(memory, INDEX, stage, alibi, slopes, near, tile_begin, begin, SHAPE)
                 if PARTS == 1:
                     release(barriers, INDEX, SHAPE)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(stage), count=1)
-                weights, acc_scale, total, raw_max = softmax(
-                    scores, total, raw_max, begin, inner, edge, row_first, row_end, scale, softcap,
-                    terms, near, SHAPE,
-                )  # fmt: skip
+                weights, acc_scale, total, raw_max = softmax(scores, total, raw_max, begin, near, of_rows, SHAPE)
                 if PARTS > 1 or CONTINUES:
                     acc = rescale(acc, acc_scale)
                 weights = operand(weights, memory, SHAPE)
@@ -433,9 +406,7 @@ def _attend(
                     mbarrier.wait(barriers.turn.index(INDEX), (turns & 1) ^ FIRST)
                     mbarrier.wait(barriers.k_ready.index(next_stage), (step + 1) // STAGES & 1)
                     next_near = key_distances(memory, alibi, step + 1, tile_begin, key_begin, SHAPE)
-                    scores = _score(
-                        memory, INDEX, next_stage, alibi, slopes, next_near, tile_begin, key_begin, BIASED, SHAPE
-                    )
+                    scores = _score(memory, INDEX, next_stage, alibi, slopes, next_near, tile_begin, key_begin, SHAPE)
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     sums = _add_values(acc, weights, memory, stage)
                     mbarrier.arrive(barriers.turn.index(1 - INDEX), count=1)
@@ -443,9 +414,8 @@ def _attend(
                     scores = warpgroup_mma_wait(1 if SHAPE.v_rest == 0 else 2, [scores])
                     mbarrier.arrive(barriers.k_free.index(next_stage), count=1)
                     next_weights, acc_scale, total, raw_max = softmax(
-                        scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap,
-                        terms, next_near, SHAPE,
-                    )  # fmt: skip
+                        scores, total, raw_max, key_begin, next_near, of_rows, SHAPE
+                    )
                     # Succeeds at once. Without it, the compiler moves the softmax after the end of the products.
                     mbarrier.wait(barriers.v_ready.index(stage), phase)
                     acc = _finish(sums, weights)
@@ -473,9 +443,7 @@ def _attend(
         if SHAPE.state != _NEW and not CONTINUES:
             if SHAPE.staged:
                 mbarrier.wait(barriers.state_ready.index(INDEX), count & 1)
-            acc, total, row_max = join_state(
-                before, after, memory.state, state_lse, acc, total, row_max, place, INDEX, SHAPE
-            )  # fmt: skip
+            acc, total, row_max = join_state(before, memory.state, state_lse, acc, total, row_max, place, INDEX, SHAPE)
         store_state(after, state_blocks, memory.state, acc, total, row_max, place, INDEX, SHAPE, down)
         count += 1
         tile_begin, head, batch, begin, inner, edge, stop = read(memory.work, barriers, record)
@@ -484,18 +452,15 @@ def _attend(
 
 
 @gluon.jit
-def _score(
-    memory, INDEX: gl.constexpr, stage, alibi, slopes, near, tile_begin, key_begin, BIASED: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Starts the products of this consumer's queries with a tile of keys. If BIASED, they begin from their terms."""
+def _score(memory, INDEX: gl.constexpr, stage, alibi, slopes, near, tile_begin, key_begin, SHAPE: gl.constexpr):
+    """Starts the products of this consumer's queries with a tile of keys."""
     KEYS: gl.constexpr = SHAPE.keys
     scores = gl.zeros([_ROWS, KEYS], gl.float32, product_layout(KEYS))
-    if BIASED:
+    if SHAPE.biased:
         scores = first_scores(alibi, slopes, near, tile_begin, key_begin, SHAPE)
     for i in gl.static_range(len(memory.k)):
         q_tile, k_tile = as_matrix(memory.q[i], INDEX), as_matrix(memory.k[i], stage).permute([1, 0])
-        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=BIASED or i > 0, is_async=True)
+        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=SHAPE.biased or i > 0, is_async=True)
     return scores
 
 

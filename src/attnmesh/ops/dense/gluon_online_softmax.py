@@ -19,20 +19,20 @@ _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 
 @gluon.jit
-def softmax(
-    scores, total, raw_max, key_begin, inner, edge, row_first, row_end, scale, softcap, terms, near, SHAPE: gl.constexpr
-):
+def softmax(scores, total, raw_max, key_begin, near, of_rows, SHAPE: gl.constexpr):
     """One step of the online softmax: the weights of a tile, the factor `acc_scale` of `acc`, total and raw_max.
 
-    With `terms`, scores and raw_max have the slope times the distance of the row from the first row of its work tile
-    in them: the term of a key that is not after its row is a slope times `near`, its distance from that row. The
-    products began from it, or it is added after a softcap.
+    `of_rows` has the keys that rows see, and what makes scores of products. With `terms`, scores and raw_max have the
+    slope times the distance of the row from the first row of its work tile in them: the term of a key that is not after
+    its row is a slope times `near`, its distance from that row. The products began from it, or it is added after a
+    softcap.
     """
+    inner, edge, row_first, row_end, scale, softcap, terms = of_rows
     factor = factor_of(scale, softcap)
     if softcap is not None:
         scores = tanh(scores * (scale / softcap))
     is_edge = (key_begin < inner) | (key_begin >= edge)
-    if terms is not None:
+    if len(terms) > 0:
         slopes, row_distances, later_keys = terms
         if softcap is not None:
             scores += slopes[:, None] * near

@@ -19,7 +19,6 @@ _ROWS, _CONSUMERS, _NEW = gl.constexpr(ROWS), gl.constexpr(CONSUMERS), gl.conste
 @gluon.jit
 def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, sizes, alibi, SHAPE: gl.constexpr):
     """Publishes a record for each work tile and each part of its mask, and fetches the keys and values of the part."""
-    TILE: gl.constexpr = _CONSUMERS * _ROWS // SHAPE.pack
     KEYS: gl.constexpr = SHAPE.keys
     STAGES: gl.constexpr = SHAPE.stages
     PARTS: gl.constexpr = 1 if SHAPE.parts == 0 else SHAPE.parts
@@ -33,7 +32,7 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
     wave, work_tile = 0, program
     while work_tile < sizes.work_tiles:
         row_begin, head, batch = locate(work_tile, sizes, SHAPE)
-        row_stop = gl.minimum(row_begin + TILE, sizes.q_len)
+        row_stop = gl.minimum(row_begin + _CONSUMERS * _ROWS // SHAPE.pack, sizes.q_len)
         kv_head = head // sizes.group
         if memory.distances is not None:
             origin = gl.load(q_positions + row_begin)
@@ -54,7 +53,10 @@ def load(q_blocks, k_blocks, v_blocks, state_blocks, memory, barriers, mask, siz
                     positions = gl.load(k_positions + following, mask=following < sizes.kv_len, other=0)
                 # After the first keys, which may arrive while the last products still read the queries before.
                 if fetched == served:
-                    _fetch_queries(q_blocks, memory.q, barriers, batch, head, row_begin, served, SHAPE)
+                    for consumer in gl.static_range(_CONSUMERS):
+                        mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)
+                        row = row_begin + consumer * (_ROWS // SHAPE.pack)
+                        _copy(q_blocks, memory.q, barriers.q_ready.index(consumer), [batch, head, row, 0], consumer)
                     fetched += 1
                 # The values of a tile are needed after the keys of the next tile.
                 if tile > 0:
@@ -88,19 +90,8 @@ def _fetch(blocks, memory, ready, free, batch, head, row, step):
 
 
 @gluon.jit
-def _fetch_queries(blocks, memory, barriers, batch, head, row_begin, served, SHAPE: gl.constexpr):
-    """Lets the copy engine fetch the queries of every consumer, as soon as the queries before them are read."""
-    for consumer in gl.static_range(_CONSUMERS):
-        mbarrier.wait(barriers.q_free.index(consumer), (served & 1) ^ 1)
-        row = row_begin + consumer * (_ROWS // SHAPE.pack)
-        _copy(blocks, memory, barriers.q_ready.index(consumer), [batch, head, row, 0], consumer)
-
-
-@gluon.jit
 def _copy(blocks, memory, ready, coord, stage):
-    if blocks[1] is None:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes)
-    else:
-        mbarrier.expect(ready, blocks[0].block_type.nbytes + blocks[1].block_type.nbytes)
+    rest: gl.constexpr = 0 if blocks[1] is None else blocks[1].block_type.nbytes
+    mbarrier.expect(ready, blocks[0].block_type.nbytes + rest)
     for i in gl.static_range(len(memory)):
         tma.async_copy_global_to_shared(blocks[i], coord, ready, memory[i].index(stage))

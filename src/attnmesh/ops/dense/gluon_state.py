@@ -18,16 +18,15 @@ from attnmesh.ops.dense.gluon_tile_scheduler import as_matrix
 from attnmesh.ops.dense.triton_tiles import LOG2_E
 
 NEW, IN_PLACE, OTHER = 0, 1, 2  # no earlier state, one that the result replaces, or one in other memory
-_NEW, _IN_PLACE = gl.constexpr(NEW), gl.constexpr(IN_PLACE)
+_NEW = gl.constexpr(NEW)
 _ROWS, _LOG2_E = gl.constexpr(ROWS), gl.constexpr(LOG2_E)
 
 
 @gluon.jit
-def load_lse(before, after, place, SHAPE: gl.constexpr, down: gl.constexpr):
+def load_lse(before, place, SHAPE: gl.constexpr, down: gl.constexpr):
     """The lse of the earlier state, in base 2; -inf for rows beyond the last."""
-    lse, strides = (after[2], after[3]) if SHAPE.state == _IN_PLACE else (before[2], before[3])
-    offset, real = _row_offsets(strides, place, SHAPE, down)
-    return gl.load(lse + offset, mask=real, other=float("-inf")) * _LOG2_E
+    offset, real = _row_offsets(before[3], place, SHAPE, down)
+    return gl.load(before[2] + offset, mask=real, other=float("-inf")) * _LOG2_E
 
 
 @gluon.jit
@@ -39,27 +38,25 @@ def release(barriers, INDEX: gl.constexpr, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def load_state(before, after, place, SHAPE: gl.constexpr, down: gl.constexpr):
+def load_state(before, place, SHAPE: gl.constexpr, down: gl.constexpr):
     """The carry of the earlier state: (acc, total, row_max). Where total is 0, acc may be anything."""
-    row_max = load_lse(before, after, place, SHAPE, down)
+    row_max = load_lse(before, place, SHAPE, down)
     total = gl.where(row_max == float("-inf"), 0.0, 1.0)
-    return _load_blocks(before, after, place, SHAPE), total, row_max
+    return _load_blocks(before, place, SHAPE), total, row_max
 
 
 @gluon.jit
-def join_state(before, after, memory, state_lse, acc, total, row_max, place, INDEX: gl.constexpr, SHAPE: gl.constexpr):
+def join_state(before, memory, state_lse, acc, total, row_max, place, INDEX: gl.constexpr, SHAPE: gl.constexpr):
     """The carry (acc, total, row_max), merged with the earlier state."""
     new_row_max = gl.maximum(row_max, state_lse)
     # No key at all: subtract 0, since -inf - -inf would be NaN.
     shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale, weight = gl.exp2(row_max - shift), gl.exp2(state_lse - shift)
     acc = rescale(acc, acc_scale, True)
-    earlier = ()
     if SHAPE.staged:
-        for i in gl.static_range(len(acc)):
-            earlier = earlier + (as_matrix(memory[i], INDEX).load(product_layout(acc[i].shape[1])),)
+        earlier = [as_matrix(tiles, INDEX).load(product_layout(tiles.shape[4])) for tiles in memory]
     else:
-        earlier = _load_blocks(before, after, place, SHAPE)
+        earlier = _load_blocks(before, place, SHAPE)
     earlier = rescale(earlier, weight, True)  # an empty state may hold NaN
     joined = ()
     for i in gl.static_range(len(acc)):
@@ -108,19 +105,18 @@ def _row_offsets(strides, place, SHAPE: gl.constexpr, down: gl.constexpr):
 
 
 @gluon.jit
-def _load_blocks(before, after, place, SHAPE: gl.constexpr):
+def _load_blocks(before, place, SHAPE: gl.constexpr):
     """The output of the earlier state."""
-    state = (after[0], after[1]) if SHAPE.state == _IN_PLACE else (before[0], before[1])
-    blocks = (_load_block(state, place, SHAPE, 0, SHAPE.v_main),)
+    blocks = (_load_block(before, place, SHAPE, 0, SHAPE.v_main),)
     if SHAPE.v_rest > 0:
-        blocks = blocks + (_load_block(state, place, SHAPE, SHAPE.v_main, SHAPE.v_rest),)
+        blocks = blocks + (_load_block(before, place, SHAPE, SHAPE.v_main, SHAPE.v_rest),)
     return blocks
 
 
 @gluon.jit
-def _load_block(state, place, SHAPE: gl.constexpr, column_begin: gl.constexpr, WIDTH: gl.constexpr):
+def _load_block(before, place, SHAPE: gl.constexpr, column_begin: gl.constexpr, WIDTH: gl.constexpr):
     """A block of the output so far."""
-    pointers, mask = _block_pointers(state[0], state[1], place, column_begin, WIDTH, product_layout(WIDTH), SHAPE)
+    pointers, mask = _block_pointers(before[0], before[1], place, column_begin, WIDTH, product_layout(WIDTH), SHAPE)
     return gl.load(pointers, mask=mask, other=0.0)
 
 

@@ -105,7 +105,8 @@ def backward(
             sum_q = None if grad_q is None else _RowSums(grad_q[sequence], positions, overwrite)
             for part, span in parts:
                 seen = keys[span]
-                p, ds = (_matrix(x, len(rows), len(seen)) for x in (weights, grad_scores))
+                # Rows begin at multiples of 256 bytes.
+                p, ds = (x.as_strided((len(rows), len(seen)), (_aligned(len(seen)), 1)) for x in (weights, grad_scores))
                 interval = visible.of_rows(part, sequence, positions)
                 _launch(rows, grad_out_rows, seen, *row_terms, *interval, p, ds, span.start, scale, tiles)
                 if sum_v is not None:
@@ -174,11 +175,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float = 1.0, *, ove
 def _rows(x: Tensor, positions: slice) -> Tensor:
     """The rows [positions * H, D] of some positions of [H, S, D]; copied where strides do not allow it."""
     return loadable(x[:, positions].transpose(0, 1).flatten(0, 1))
-
-
-def _matrix(memory: Tensor, rows: int, keys: int) -> Tensor:
-    """A matrix in the memory of a chunk, whose rows begin at multiples of 256 bytes."""
-    return memory.as_strided((rows, keys), (_aligned(keys), 1))
 
 
 def _aligned(keys: int) -> int:

@@ -140,6 +140,22 @@ def _fitted(tiles: DenseTiles, key_dim: int, value_dim: int, size: int, held: tu
             return tiles  # Triton raises OutOfResources
 
 
+class Shape(NamedTuple):
+    """The constants of a kernel."""
+
+    rows: Any  # of a tile, and keys
+    keys: Any
+    d: Any
+    dv: Any
+    parts: Any = 1  # of the mask
+    causal: Any = False
+    ordered: Any = False  # sums are over ascending tiles
+    overwrite: Any = True  # gradients are written, not added
+    from_out: Any = False  # deltas are computed from the output of the forward, which comes in their place
+    splits: Any = 1  # the most programs of a key tile
+    steps: Any = 1  # the least of each
+
+
 class Bounds(NamedTuple):
     """The bounds of a mask as kernel arguments: pointers, strides over parts and sequences, and the number of parts.
 
@@ -349,28 +365,11 @@ def add_product(acc, weights, tile):
 
 
 @triton.jit
-def select_rows(tile, condition):
-    """The rows of the tile where the condition holds, zeros elsewhere."""
-    main = tl.where(condition[:, None], tile[0], 0.0)
-    return (main, tl.where(condition[:, None], tile[1], 0.0)) if len(tile) == 2 else (main,)
-
-
-@triton.jit
-def scale_tile(tile, factor):
-    """The tile times a factor, which may be a column."""
-    return (tile[0] * factor, tile[1] * factor) if len(tile) == 2 else (tile[0] * factor,)
-
-
-@triton.jit
 def load_rows(rows, begin, limit, other, EDGE: tl.constexpr, ROWS: tl.constexpr):
     """One value per row of [begin, begin + ROWS). If EDGE, rows from `limit` on read as `other`."""
     near = tl.arange(0, ROWS)
     pointers = rows[0] + tl.cast(begin, tl.int64) * rows[1] + near * rows[1]
-    if EDGE:
-        values = tl.load(pointers, mask=begin + near < limit, other=other)
-    else:
-        values = tl.load(pointers)
-    return values
+    return tl.load(pointers, mask=begin + near < limit, other=other) if EDGE else tl.load(pointers)
 
 
 @triton.jit
@@ -421,16 +420,17 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def from_origin(positions, origin):
-    """Positions as float32 distances from a position of the same tile: exact even where a position is not."""
-    return (positions - origin).to(tl.float32)
-
-
-@triton.jit
 def load_positions(positions, begin, limit, COUNT: tl.constexpr):
     """The positions of rows or keys [begin, begin + COUNT)."""
     near = begin + tl.arange(0, COUNT)
     return tl.load(positions + near, mask=near < limit, other=0)
+
+
+@triton.jit
+def distances(held, positions, begin, limit, COUNT: tl.constexpr):
+    """Positions held and of a tile as float32 distances from the tile's first: exact even where a position is not."""
+    origin = tl.load(positions + begin)
+    return (held - origin).to(tl.float32), (load_positions(positions, begin, limit, COUNT) - origin).to(tl.float32)
 
 
 @triton.jit
@@ -454,10 +454,8 @@ def visible_keys(first, end, rows, row_count, key_count, CAUSAL: tl.constexpr):
 
 @triton.jit
 def over_keys(
-    STEP: tl.constexpr, carry, held, keys, terms, slope, row_positions, mask, rows, row_begin, q_len, batch,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
+    STEP: tl.constexpr, carry, held, keys, terms, mask, rows, row_begin, q_len, head, batch, SHAPE: tl.constexpr
+):
     """What STEP makes of `carry`, tile by tile of the keys that a tile of rows attends to.
 
     STEP gets what is `held`, the arguments of `score_keys`, and the first and the end of each row's keys, or None where
@@ -465,42 +463,41 @@ def over_keys(
     """
     first, end, strides = mask
     kv_len = keys[2]
-    for part in range(PARTS):
+    scale, softcap, slopes, q_positions, k_positions = terms
+    of_rows = (  # what `terms` are for this head and these rows
+        scale, softcap, None if slopes is None else tl.load(slopes + head),
+        None if slopes is None else load_positions(q_positions, row_begin, q_len, SHAPE.rows), k_positions,
+    )  # fmt: skip
+    for part in range(SHAPE.parts):
         part_first = None if first is None else at_part(first, strides, part, batch)
         part_end = None if first is None else at_part(end, strides, part, batch)
-        begin, inner, edge, stop = key_phases(
-            part_first, part_end, row_begin, tl.minimum(row_begin + ROWS, q_len), kv_len, CAUSAL, ROWS, KEYS
-        )
-        if ORDERED:  # one loop, and the same code for every tile
+        row_stop = tl.minimum(row_begin + SHAPE.rows, q_len)
+        begin, inner, edge, stop = key_phases(part_first, part_end, row_begin, row_stop, kv_len, SHAPE)
+        if SHAPE.ordered:  # one loop, and the same code for every tile
             inner, edge = begin, begin
         else:
-            for key_begin in range(inner, edge, KEYS):
-                carry = STEP(carry, held, keys, terms, slope, row_positions, key_begin, None, None, KEYS, D, DV)
-        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, CAUSAL)
-        for index in range(edge_count(begin, inner, edge, stop, KEYS)):
-            key_begin = edge_tile(index, begin, inner, edge, KEYS)
-            carry = STEP(carry, held, keys, terms, slope, row_positions, key_begin, row_first, row_end, KEYS, D, DV)
+            for key_begin in range(inner, edge, SHAPE.keys):
+                carry = STEP(carry, held, keys, of_rows, key_begin, None, None, SHAPE)
+        row_first, row_end = visible_keys(part_first, part_end, rows, q_len, kv_len, SHAPE.causal)
+        for index in range(edge_count(begin, inner, edge, stop, SHAPE.keys)):
+            key_begin = edge_tile(index, begin, inner, edge, SHAPE.keys)
+            carry = STEP(carry, held, keys, of_rows, key_begin, row_first, row_end, SHAPE)
     return carry
 
 
 @triton.jit
-def score_keys(
-    q_tile, keys, terms, slope, row_positions, begin, EDGE: tl.constexpr, BASE2: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr,
-):  # fmt: skip
+def score_keys(q_tile, keys, terms, begin, EDGE: tl.constexpr, BASE2: tl.constexpr, SHAPE: tl.constexpr):
     """A tile of keys and of values, and `base2_scores` of the keys; if not BASE2, products to which nothing is added.
 
     `keys` are the keys and values of a head, and their number.
     """
-    scale, softcap, _, _, k_positions = terms
+    scale, softcap, slope, row_positions, k_positions = terms
     k, v, kv_len = keys
-    k_tile = load_tile(k, begin, kv_len, EDGE, KEYS, D)
-    v_tile = load_tile(v, begin, kv_len, EDGE, KEYS, DV)
+    k_tile = load_tile(k, begin, kv_len, EDGE, SHAPE.keys, SHAPE.d)
+    v_tile = load_tile(v, begin, kv_len, EDGE, SHAPE.keys, SHAPE.dv)
     left, right = None, None
     if slope is not None:
-        origin = tl.load(k_positions + begin)
-        left = from_origin(row_positions, origin)
-        right = from_origin(load_positions(k_positions, begin, kv_len, KEYS), origin)
+        left, right = distances(row_positions, k_positions, begin, kv_len, SHAPE.keys)
     scores = dot_rows(q_tile, k_tile)
     capped = scores
     if BASE2 or (softcap is not None or slope is not None):
@@ -509,23 +506,22 @@ def score_keys(
 
 
 @triton.jit
-def key_phases(
-    first, end, row_begin, row_stop, key_count, CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def key_phases(first, end, row_begin, row_stop, key_count, SHAPE: tl.constexpr):
     """The (begin, inner, edge, stop) of the keys visible to the rows [row_begin, row_stop)."""
     if first is not None:
         begin, full_begin = tl.load(first + row_begin), tl.load(first + row_stop - 1)
         full_end, stop = tl.load(end + row_begin), tl.load(end + row_stop - 1)
         if (begin == full_end) | (full_begin == stop):
             # The first or the last row is empty. Its bounds may be far from the bounds of the other rows.
-            row_first, row_end = visible_keys(first, end, row_begin + tl.arange(0, ROWS), row_stop, key_count, CAUSAL)
+            rows = row_begin + tl.arange(0, SHAPE.rows)
+            row_first, row_end = visible_keys(first, end, rows, row_stop, key_count, SHAPE.causal)
             some = row_first < row_end
             begin = tl.min(tl.where(some, row_first, key_count), 0)
             stop = tl.max(tl.where(some, row_end, 0), 0)
     else:
         begin, full_begin = 0, 0
-        full_end, stop = (row_begin + 1, row_stop) if CAUSAL else (key_count, key_count)
-    return split_phases(begin, full_begin, full_end, stop, BLOCK)
+        full_end, stop = (row_begin + 1, row_stop) if SHAPE.causal else (key_count, key_count)
+    return split_phases(begin, full_begin, full_end, stop, SHAPE.keys)
 
 
 @triton.jit
