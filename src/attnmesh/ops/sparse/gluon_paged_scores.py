@@ -30,16 +30,7 @@ from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import is_hopper
-from attnmesh.ops.sparse.gluon_paged_select import (
-    MIN_BLOCK,
-    PART_WARPS,
-    PARTS,
-    WARPS,
-    bound,
-    gather_kernel,
-    select_kernel,
-    selection,
-)
+from attnmesh.ops.sparse import gluon_paged_select as select
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, head_tile
 from attnmesh.ops.storage import Quantized
@@ -56,23 +47,6 @@ _BYTES = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
     [], [KEYS, WIDTH],
 ))  # fmt: skip
-
-
-# The kernels of all launches are one module to their launcher.
-__all__ = [
-    "MIN_BLOCK",
-    "PARTS",
-    "PART_WARPS",
-    "SPAN",
-    "WARPS",
-    "gather_kernel",
-    "pool_descriptor",
-    "score_kernel",
-    "select_kernel",
-    "selection",
-    "shape_of",
-    "supports",
-]
 
 
 class Shape(NamedTuple):
@@ -197,7 +171,7 @@ def score_kernel(
     group, item = gl.program_id(0) // items, gl.program_id(0) % items
     row = (first_group + group) * ROWS
     rows = gl.arange(0, ROWS, layout=of_row)
-    lows, highs = bound(lo + row + rows), gl.minimum(bound(hi + row + rows), s_kv)
+    lows, highs = select.bound(lo + row + rows), gl.minimum(select.bound(hi + row + rows), s_kv)
     if not SHAPE.many:  # while bounds and blocks are waited for, whatever they are
         found = _load_queries(iq, iq_strides, row, heads, SHAPE)
         weights = _load_weights(w, w_strides, row, heads, SHAPE)

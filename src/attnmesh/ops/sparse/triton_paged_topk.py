@@ -92,7 +92,7 @@ def paged_topk(
     if 2 * topk > (wide if capacity <= wide else min(wide, items * of_item)) or capacity <= block:
         wide = 0  # a summary would not help
     row_len = max(1, cdiv(capacity, tiles.keys)) * tiles.keys
-    selects = gluon if gluon is not None and wide and block >= gluon.MIN_BLOCK else None
+    selects = gluon.select if gluon is not None and wide and block >= gluon.select.MIN_BLOCK else None
     if selects is None:
         parts = 0
     elif parts is None:  # where all of them run at once
