@@ -15,7 +15,7 @@ from torch import Tensor
 from attnmesh.ops.dense.triton_backward import delta
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-from attnmesh.ops.sparse.triton_indexer import valid_keys
+from attnmesh.ops.sparse.triton_bounds import valid_keys
 
 _MAX_COLUMNS = 1024  # per program
 _IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added

@@ -25,17 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.decode.triton_kernels import record_error
 from attnmesh.ops.launch import Launch, Recent, cdiv, multiprocessors, repeat, starts_early
+from attnmesh.ops.sparse import indexer_tiles
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.indexer_tiles import (
-    MAX_COLUMNS,
-    NEIGHBORS,
-    SPAN,
-    TOPK,
-    IndexerTiles,
-    candidate_block,
-    head_tile,
-    row_elements,
-)
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, SPAN, IndexerTiles, head_tile
 from attnmesh.ops.sparse.paged import IndexerStep
 from attnmesh.ops.sparse.triton_indexer import final_score, load_queries, shape_of, sum_over_heads
 from attnmesh.ops.sparse.triton_select import select_row
@@ -72,8 +64,8 @@ def paged_topk(
         return TopKIndices(*found)
     capacity = table.shape[1] * keys.block_size
     if tiles is None:  # rows of a group are tokens of one sequence
-        tiles = TOPK[iq.element_size()]
-        rows = min(tiles.rows, tokens & -tokens, MAX_COLUMNS // head_tile(heads))
+        tiles = indexer_tiles.TOPK[iq.element_size()]
+        rows = min(tiles.rows, tokens & -tokens, indexer_tiles.MAX_COLUMNS // head_tile(heads))
         # A block is looked up before its keys are loaded: as many tiles are in flight with twice the stages.
         tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     groups = batch * tokens // tiles.rows
@@ -85,7 +77,7 @@ def paged_topk(
         programs = max(1, cdiv(groups * capacity, most * resident)) * resident
         span = max(_MIN_SPAN, cdiv(capacity, max(1, programs // groups)))
     items = max(1, cdiv(capacity, cdiv(span, tiles.keys) * tiles.keys))
-    block = block or candidate_block(topk)
+    block = block or indexer_tiles.candidate_block(topk)
     # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
     of_item = tiles.keys if items * tiles.keys >= 4 * topk else 2 * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)
@@ -106,7 +98,7 @@ def paged_topk(
     else:
         summary = row_len + 3 * block
         maxima = items * of_item
-        row_size = row_elements(row_len, block, maxima)
+        row_size = indexer_tiles.row_elements(row_len, block, maxima)
     at_once = min(groups, max(1, workspace // (4 * tiles.rows * row_size)))
     buffer = torch.empty(at_once * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
