@@ -192,26 +192,19 @@ def _locate_kernel(
 
 
 @triton.jit
-def _load(
-    rows, strides, slot, valid, BEGIN: tl.constexpr, COUNT: tl.constexpr, END: tl.constexpr, SIZES: tl.constexpr, step=1
-):
-    """Columns [BEGIN, BEGIN + COUNT) of the keys in some slots; 0 where not valid, and from END on."""
-    block = (slot // SIZES.block_size).to(tl.int64)
-    offset = (slot % SIZES.block_size).to(tl.int64)
-    column = BEGIN + tl.arange(0, COUNT)[None, :]
-    at = rows + (block * strides[0] + offset * strides[1])[:, None]
-    return tl.load(at + column * step, mask=valid[:, None] & (column < END), other=0)
-
-
-@triton.jit
 def _fetch(pool, slot, valid, SIZES: tl.constexpr):
     """The codes [KEYS, MAIN], scales and rope part of the fp8_ds_mla keys in some slots; 0 where not valid."""
-    groups: tl.constexpr = SIZES.d // _GROUP
-    codes = _load(pool.latents, pool.strides, slot, valid, 0, SIZES.main, SIZES.d, SIZES)
-    steps = _load(
-        pool.scales, pool.scale_strides, slot, valid, 0, SIZES.main // _GROUP, groups, SIZES, pool.scale_strides[2]
-    )
-    return codes, steps, _load(pool.rope, pool.rope_strides, slot, valid, 0, SIZES.tail, SIZES.tail_width, SIZES)
+    block, offset = (slot // SIZES.block_size).to(tl.int64), (slot % SIZES.block_size).to(tl.int64)
+    there = valid[:, None]
+    main = tl.arange(0, SIZES.main)[None, :]
+    rows = pool.latents + (block * pool.strides[0] + offset * pool.strides[1])[:, None]
+    codes = tl.load(rows + main, mask=there & (main < SIZES.d), other=0)
+    group = tl.arange(0, SIZES.main // _GROUP)[None, :]
+    scale_rows = pool.scales + (block * pool.scale_strides[0] + offset * pool.scale_strides[1])[:, None]
+    steps = tl.load(scale_rows + group * pool.scale_strides[2], mask=there & (group < SIZES.d // _GROUP), other=0.0)
+    tail = tl.arange(0, SIZES.tail)[None, :]
+    rope_rows = pool.rope + (block * pool.rope_strides[0] + offset * pool.rope_strides[1])[:, None]
+    return codes, steps, tl.load(rope_rows + tail, mask=there & (tail < SIZES.tail_width), other=0.0)
 
 
 @triton.jit
@@ -224,10 +217,14 @@ def _dequantize(codes, steps, DTYPE: tl.constexpr):
 @triton.jit
 def _load_plain(pool, slot, valid, SIZES: tl.constexpr):
     """The plain keys in some slots as two tiles, [KEYS, MAIN] and [KEYS, TAIL]; 0 where not valid."""
-    k_main = _load(pool.latents, pool.strides, slot, valid, 0, SIZES.main, SIZES.d, SIZES)
+    block, offset = (slot // SIZES.block_size).to(tl.int64), (slot % SIZES.block_size).to(tl.int64)
+    rows = pool.latents + (block * pool.strides[0] + offset * pool.strides[1])[:, None]
+    main = tl.arange(0, SIZES.main)[None, :]
+    k_main = tl.load(rows + main, mask=valid[:, None] & (main < SIZES.d), other=0.0)
     k_tail = k_main
     if SIZES.tail > 0:
-        k_tail = _load(pool.latents, pool.strides, slot, valid, SIZES.main, SIZES.tail, SIZES.d, SIZES)
+        tail = SIZES.main + tl.arange(0, SIZES.tail)[None, :]
+        k_tail = tl.load(rows + tail, mask=valid[:, None] & (tail < SIZES.d), other=0.0)
     return k_main, k_tail
 
 
@@ -257,25 +254,19 @@ def _gather_kernel(
 
 
 @triton.jit
-def _add_sink(lse, sinks, head, real):
-    """The lse (base 2) with the sinks of the heads, and the weight of what it was without them."""
-    sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * _LOG2_E
-    most = tl.maximum(lse, sink)
-    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-    both = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
-    infinite = most == float("inf")
-    both = tl.where(infinite, most, tl.where(most == float("-inf"), most, both))
-    half = tl.where(sink == float("inf"), tl.where(lse == float("inf"), 0.5, 0.0), 1.0)
-    weight = tl.where(infinite, half, tl.exp2(lse - tl.where(most == float("-inf"), 0.0, both)))
-    return both, weight
-
-
-@triton.jit
 def _finish(log_sum, largest, inv_sum, length, sinks, lse, top, row, head, heads):
     """Writes the lse and largest scores of a token; returns the factor of its sums. All are NaN after a fault."""
     if sinks is not None:
-        log_sum, weight = _add_sink(log_sum, sinks, head, head < heads)
-        inv_sum *= weight
+        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf")).to(tl.float32) * _LOG2_E
+        most = tl.maximum(log_sum, sink)
+        shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+        both = shift + tl.log2(tl.exp2(log_sum - shift) + tl.exp2(sink - shift))
+        infinite = most == float("inf")
+        both = tl.where(infinite, most, tl.where(most == float("-inf"), most, both))
+        half = tl.where(sink == float("inf"), tl.where(log_sum == float("inf"), 0.5, 0.0), 1.0)
+        # The weight of the sums without the sinks.
+        inv_sum *= tl.where(infinite, half, tl.exp2(log_sum - tl.where(most == float("-inf"), 0.0, both)))
+        log_sum = both
     spoiled = tl.where(length < 0, float("nan"), 0.0)
     inv_sum += spoiled
     at = row * heads + head
