@@ -89,18 +89,18 @@ def paged_topk(
         parts = 0
     elif parts is None:  # where all of them run at once
         parts = selects.PARTS if selects.PARTS * batch * tokens <= multiprocessors(iq.device, 1) else 0
+    while parts and of_item > 16 and items * of_item >= 8 * topk:
+        of_item //= 2  # every program reads all of them
+    maxima = items * of_item
     if parts:
-        while of_item > 16 and items * of_item >= 8 * topk:
-            of_item //= 2  # every program reads all of them
         summary = row_len + 2 * parts * block + cdiv(parts, 16) * 16
-        maxima = items * of_item
         row_size = summary + cdiv(maxima, 16) * 16
     else:
         summary = row_len + 3 * block
-        maxima = items * of_item
         row_size = indexer_tiles.row_elements(row_len, block, maxima)
     at_once = min(groups, max(1, workspace // (4 * tiles.rows * row_size)))
     buffer = torch.empty(at_once * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
+    bits, registers = buffer.view(torch.int32), _REGISTERS if small else None
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
     scales: Tensor | None = None
     if isinstance(keys.pool, Quantized):
@@ -113,6 +113,7 @@ def paged_topk(
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
+            rows, first_row = count * tiles.rows, first * tiles.rows
             if gluon is not None:
                 repeat(
                     _launches, gluon.score_kernel, (count * items,),
@@ -122,9 +123,8 @@ def paged_topk(
                         capacity, heads, scale, first, items,
                     ),
                     SHAPE=gluon.shape_of(
-                        tiles.rows, heads, relu, keys.block_size, of_item if wide else 0,
-                        wide > 0 and not parts, span,
-                    ), num_warps=4, maxnreg=_REGISTERS if small else None,
+                        tiles.rows, heads, relu, keys.block_size, of_item if wide else 0, wide > 0 and not parts, span
+                    ), num_warps=4, maxnreg=registers,
                 )  # fmt: skip
             else:
                 repeat(
@@ -137,39 +137,34 @@ def paged_topk(
                     ),
                     SHAPE=shape_of(iq, tiles.keys, tiles.rows, head_tile(heads), relu), BLOCK=block,
                     BLOCK_SIZE=keys.block_size, PARTS=of_item // tiles.keys if wide else 0, EARLY=early,
-                    num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
+                    num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=registers,
                 )  # fmt: skip
             if selects is not None:
-                indices, scores, lengths = found
                 if parts:
                     repeat(
-                        _launches, selects.gather_kernel, (count * tiles.rows * parts,),
-                        (
-                            lo, hi, buffer, buffer.view(torch.int32), capacity, topk, row_len, row_size, summary,
-                            maxima, first * tiles.rows,
-                        ),
+                        _launches, selects.gather_kernel, (rows * parts,),
+                        (lo, hi, buffer, bits, capacity, topk, row_len, row_size, summary, maxima, first_row),
                         SHAPE=selects.selection(tiles.rows, block, wide, parts, selects.PART_WARPS),
                         num_warps=selects.PART_WARPS, launch_pdl=True,
                     )  # fmt: skip
                 repeat(
-                    _launches, selects.select_kernel, (count * tiles.rows,),
+                    _launches, selects.select_kernel, (rows,),
                     (
-                        lo, hi, indices, scores.view(torch.int32), lengths, buffer, buffer.view(torch.int32),
-                        errors, faults, tokens, capacity, topk, row_len, row_size, summary, maxima, first * tiles.rows,
-                        items,
+                        lo, hi, found[0], found[1].view(torch.int32), found[2], buffer, bits, errors, faults, tokens,
+                        capacity, topk, row_len, row_size, summary, maxima, first_row, items,
                     ),
                     SHAPE=selects.selection(tiles.rows, block, wide, parts), num_warps=selects.WARPS, launch_pdl=True,
                 )  # fmt: skip
-                continue
-            repeat(
-                _launches, _select_kernel, (count * tiles.rows,),
-                (
-                    lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
-                    capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
-                ),
-                KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
-                num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
-            )  # fmt: skip
+            else:
+                repeat(
+                    _launches, _select_kernel, (rows,),
+                    (
+                        lo, hi, *found, buffer, bits, errors, faults, tokens, capacity, topk, row_len, row_size,
+                        maxima, first_row, items,
+                    ),
+                    KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
+                    num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
+                )  # fmt: skip
     return TopKIndices(*found)
 
 
