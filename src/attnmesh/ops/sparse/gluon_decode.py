@@ -182,14 +182,11 @@ def _attend_kernel(
     results = common.Results(out, lse, top, sinks)
     source = Source(pool, pool_steps, scales, scale_steps, rope, rope_steps)
     gl.warp_specialize(
-        [
-            (_score, (memory, barriers, work, results, scale_log2, SPLIT)),
-            (_accumulate, (memory, barriers, work, out, 0, NARROW_OUT)),
-            (_accumulate, (memory, barriers, work, out, 1, NARROW_OUT)),
-            (_produce, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
-        ],
-        [4, 4, 4],
-        [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        [(_score, (memory, barriers, work, results, scale_log2, SPLIT)),
+         (_accumulate, (memory, barriers, work, out, 0, NARROW_OUT)),
+         (_accumulate, (memory, barriers, work, out, 1, NARROW_OUT)),
+         (_produce, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE))],
+        [4, 4, 4], [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
@@ -241,7 +238,11 @@ def _produce(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexp
                 fence_async_shared()  # writes and products access shared memory through different proxies
                 mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
 
-                _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
+                of_tail = gl.convert_layout(slot, COPIED_ROWS)
+                rows, valid = _rows(source.rope, source.rope_steps, of_tail, 8, BLOCK_SIZE)
+                mbarrier.wait(barriers.tail_free.index(stage), turn ^ 1)
+                common.copy_columns(memory.tail.index(stage), rows, valid, 0, _TAIL)
+                async_copy.mbarrier_arrive(barriers.tail_ready.index(stage), increment_count=False)
                 slot = after
                 mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
                 _convert(memory, stage, 2, third)
@@ -292,16 +293,6 @@ def _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr)
     column = gl.arange(0, 4, layout=gl.SliceLayout(0, _SCALES))[None, :]
     async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows[:, None] + column, mask=valid[:, None])
     async_copy.mbarrier_arrive(barriers.scales_ready.index(step % 2), increment_count=False)
-
-
-@gluon.jit
-def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
-    """The rope part of a tile."""
-    slot = gl.convert_layout(slot, COPIED_ROWS)
-    rows, valid = _rows(source.rope, source.rope_steps, slot, 8, BLOCK_SIZE)
-    mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
-    common.copy_columns(memory.tail.index(step % 2), rows, valid, 0, _TAIL)
-    async_copy.mbarrier_arrive(barriers.tail_ready.index(step % 2), increment_count=False)
 
 
 @gluon.jit
@@ -392,7 +383,12 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
             stage = step % 2
             turn = step // 2 & 1
             step += 1
-            front, back = _rescale(front, back, stage, turn, memory.rescale, barriers.rescale_ready, down)
+            mbarrier.wait(barriers.rescale_ready.index(stage), turn)
+            rescale = memory.rescale.index(stage).load(down)
+            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+            if gl.min(rescale, 0) < 1.0:
+                front = front * rescale[:, None]
+                back = back * rescale[:, None]
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
@@ -432,15 +428,3 @@ def _weigh(scores, highest, row_max, total, stage, memory, barriers):
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
     return new_max, total * tile_rescale + gl.sum(tile_weights, 1)
-
-
-@gluon.jit
-def _rescale(front, back, stage, turn, rescale, rescale_ready, layout: gl.constexpr):
-    """The sums of two quarters of the output columns, with the rescale factor of a tile."""
-    mbarrier.wait(rescale_ready.index(stage), turn)
-    tile_rescale = rescale.index(stage).load(layout)
-    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-    if gl.min(tile_rescale, 0) < 1.0:
-        front = front * tile_rescale[:, None]
-        back = back * tile_rescale[:, None]
-    return front, back

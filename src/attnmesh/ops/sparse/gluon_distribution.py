@@ -74,6 +74,7 @@ _NOT_SPECIALIZED = [  # they vary, and each value would be compiled separately
     "k_offset",
 ]  # fmt: skip
 _GRID = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of scores
+_QUERIES = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
 
 
 def _exchange(heads: int) -> Any:
@@ -182,7 +183,9 @@ def _consume(args, WHICH: gl.constexpr, SHAPE: gl.constexpr):
                 _pass_by(barriers, item)
             mine = item + 2 * WHICH
             _wait_for(barriers.ready, mine)
-            q = _load_queries(memory, mine % _SLOTS, SHAPE)
+            q = ()
+            for t in gl.static_range((SHAPE.main + SHAPE.tail) // _TILE):
+                q = q + (_columns(memory, mine % _SLOTS, t, SHAPE).load(_QUERIES),)  # type: ignore[assignment]  # noqa: RUF005
             mbarrier.arrive(barriers.free.index(mine % _SLOTS), count=1)
             at = item + 1
             for i in range(stop - first):
@@ -223,15 +226,6 @@ def _columns(memory, slot, t: gl.constexpr, SHAPE: gl.constexpr):
     else:
         tile = memory.tail.index(slot).slice(t * _TILE - SHAPE.main, _TILE, dim=1)
     return tile
-
-
-@gluon.jit
-def _load_queries(memory, slot, SHAPE: gl.constexpr):
-    operand: gl.constexpr = gl.DotOperandLayout(0, _GRID, 2)
-    q = ()
-    for t in gl.static_range((SHAPE.main + SHAPE.tail) // _TILE):
-        q = q + (_columns(memory, slot, t, SHAPE).load(operand),)  # type: ignore[assignment]  # noqa: RUF005
-    return q
 
 
 @gluon.jit

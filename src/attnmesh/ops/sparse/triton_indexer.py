@@ -69,14 +69,9 @@ def load_queries(source, row, s_q, first_head, heads, first_dim, DIMS: tl.conste
 
 
 @triton.jit
-def dot_products(keys, queries):
-    """The product of each key (rows) with each query head (columns), in float32."""
-    return tl.dot(keys, tl.trans(queries), input_precision="ieee")
-
-
-@triton.jit
-def _head_sum(dots, weights, SHAPE: tl.constexpr):
-    """The weighted sum over the heads of each row: [keys, rows]."""
+def _head_sum(keys, queries, weights, SHAPE: tl.constexpr):
+    """The weighted sum over the heads of each row, of the products of keys and queries: [keys, rows]."""
+    dots = tl.dot(keys, tl.trans(queries), input_precision="ieee")
     if SHAPE.relu:
         dots = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.sum(tl.reshape(dots * weights[None, :], (SHAPE.keys, SHAPE.rows, SHAPE.heads)), 2)
@@ -85,11 +80,11 @@ def _head_sum(dots, weights, SHAPE: tl.constexpr):
 @triton.jit
 def sum_over_heads(tile, queries, weights, source, row, s_q, heads, SHAPE: tl.constexpr):
     """The weighted sums over all heads [keys, rows] of a tile of keys; `queries` and `weights` are of the first."""
-    total = _head_sum(dot_products(tile, queries), weights, SHAPE)
+    total = _head_sum(tile, queries, weights, SHAPE)
     if not SHAPE.one_tile:
         for head in range(SHAPE.heads, heads, SHAPE.heads):
             more, more_weights = load_queries(source, row, s_q, head, heads, 0, SHAPE.block_d, SHAPE)
-            total += _head_sum(dot_products(tile, more), more_weights, SHAPE)
+            total += _head_sum(tile, more, more_weights, SHAPE)
     return total
 
 
@@ -290,7 +285,7 @@ def _grad_kernel(
         if SHAPE.block_d > COLUMNS:
             my_tile = gather_keys(ik, ik_stride, keys, valid, first_dim, SHAPE.d, COLUMNS)
         upstream = tl.load(grad + j, mask=valid, other=0.0) * scale / unit
-        dots = dot_products(tile, queries)
+        dots = tl.dot(tile, tl.trans(queries), input_precision="ieee")
         # where, not a product with 0: a row without a visible key may hold NaN.
         has_grad = valid[:, None]
         if SHAPE.relu:
@@ -416,7 +411,8 @@ def _grad_keys_kernel(
         upstream = _upstream(grad, grad_stride, row, keys, lo, hi, scale) / unit
         d_dots = upstream[:, None] * weights[None, :]
         if SHAPE.relu:
-            d_dots = tl.where(dot_products(tile, queries) > 0.0, d_dots, 0.0)
+            dots = tl.dot(tile, tl.trans(queries), input_precision="ieee")
+            d_dots = tl.where(dots > 0.0, d_dots, 0.0)
         d_keys = tl.dot(d_dots.to(tile.dtype), my_queries, d_keys, input_precision="ieee")
 
     dims = first_dim + tl.arange(0, COLUMNS)
