@@ -143,8 +143,8 @@ def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
 
 
 @gluon.jit
-def _unit(n, sizes):
-    """The n-th unit of work of a program: a row, and its blocks [first, stop).
+def _unit(n, slots, sizes):
+    """The n-th unit of work of a program: a row, its blocks [first, stop), and the number of its slots.
 
     First whole rows, every `programs`-th; the remaining rows are split, so that all programs end together.
     """
@@ -158,7 +158,7 @@ def _unit(n, sizes):
     row = gl.where(n < whole, n * programs + program, gl.minimum(whole * programs + cut, sizes.s_q - 1))
     first = gl.where(n < whole, 0, gl.maximum(begin - cut * blocks, 0))
     stop = gl.where(n < whole, blocks, gl.minimum(end - cut * blocks, blocks))
-    return row, first, stop
+    return row, first, stop, gl.load(slots + row)
 
 
 @gluon.jit
@@ -167,12 +167,10 @@ def _consume(args, WHICH: gl.constexpr, SHAPE: gl.constexpr):
     heads = WHICH * _HEADS + gl.arange(0, _HEADS, gl.SliceLayout(1, _GRID))
     item = 0  # number of items so far
     block = 0  # number of blocks so far
-    row, first, end = _unit(0, sizes)
-    row_slots = gl.load(slots + row)
+    row, first, end, row_slots = _unit(0, slots, sizes)
     for n in range(sizes.s_q // gl.num_programs(0) + 2):
         # Loaded for the next unit, long before they are needed.
-        next_row, next_first, next_end = _unit(n + 1, sizes)
-        next_slots = gl.load(slots + next_row)
+        next_row, next_first, next_end, next_slots = _unit(n + 1, slots, sizes)
         stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
         if first < stop:
             of_heads = lse + row.to(gl.int64) * lse_stride + heads * lse_head_stride
@@ -270,13 +268,13 @@ def _produce(args, SHAPE: gl.constexpr):
     # The last _SUMS blocks: the positions of their output, newest first, and one bit per key: was it valid?
     waiting = (-1, -1, -1, -1)
     seen = gl.zeros([_KEYS], gl.int32, COPIED_ROWS)
-    row, first, end = _unit(0, sizes)
+    row, first, end, row_slots = _unit(0, slots, sizes)
     blocks = gl.cdiv(sizes.topk, _KEYS)
-    row_slots, row_lo, row_hi = gl.load(slots + row), gl.load(lo + row), gl.load(hi + row)
+    row_lo, row_hi = gl.load(lo + row), gl.load(hi + row)
     chosen = _load_indices(indices, indices_stride, row, first, sizes.topk, rows)
     for n in range(sizes.s_q // gl.num_programs(0) + 2):
-        next_row, next_first, next_end = _unit(n + 1, sizes)
-        next_slots, next_lo, next_hi = gl.load(slots + next_row), gl.load(lo + next_row), gl.load(hi + next_row)
+        next_row, next_first, next_end, next_slots = _unit(n + 1, slots, sizes)
+        next_lo, next_hi = gl.load(lo + next_row), gl.load(hi + next_row)
         stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
         _write_zeros(out, row, gl.maximum(first, stop), end, sizes, SHAPE)
         if first < stop:

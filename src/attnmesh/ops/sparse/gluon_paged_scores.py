@@ -182,6 +182,7 @@ def score_kernel(
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
+    highest = best, other
     worst = (begin * 0).to(gl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(gl.int64) * table_strides[0]
@@ -200,21 +201,19 @@ def score_kernel(
             first = (blocks[0], blocks[1], blocks[_STAGES], _factors(keys, blocks[0], begin, SHAPE))
         results = Rows(out, summary + maxima, lows, highs, scale)
         if iq.dtype.element_ty == gl.float16 or not SHAPE.narrow:
-            _write_queries(queries, found)
-            worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
+            worst, highest = _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE)
         else:
             narrow, less, is_same = _narrowed(found, weights)
             if is_same:
                 as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
-                _write_queries(as_fp16, narrow)
-                worst, best, other = _score(keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE)
+                worst, highest = _score(keys, first, memory, ready, as_fp16, narrow, less, results, highest, SHAPE)
             else:
-                _write_queries(queries, found)
-                worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
+                worst, highest = _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE)
         if worst != 0:
             gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
+    best, other = highest
     if SHAPE.groups > 0:
         of_program = out + (summary + item * SHAPE.groups)
         if SHAPE.groups < _KEYS:  # keys that are far apart in a tile share a maximum
@@ -232,11 +231,16 @@ def score_kernel(
 
 
 @gluon.jit
-def _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE: gl.constexpr):
+def _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE: gl.constexpr):
     """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys.
 
-    `first` has what was loaded for the first tiles, or is None.
+    `first` has what was loaded for the first tiles, or is None; `found` are the queries, which are written to `queries`
+    as an operand.
     """
+    queries.store(gl.convert_layout(_paired(found), _ROWWISE))
+    fence_async_shared()
+    group_barrier()
+    best, other = highest
     ROWS: gl.constexpr = SHAPE.rows
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -288,7 +292,7 @@ def _score(keys, first, memory, ready, queries, weights, results, best, other, S
             )
         block, later, ahead, factor = later, next_later, next_ahead, next_factor
         step += 1
-    return worst, best, other
+    return worst, (best, other)
 
 
 @gluon.jit
@@ -339,11 +343,3 @@ def _narrowed(queries, weights):
 def _paired(x):
     """Columns in the order that makes pairs of `_BYTES`; sums stay equal: one instruction adds the 16 that move."""
     return x.reshape([x.shape[0], _WIDTH // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([x.shape[0], _WIDTH])
-
-
-@gluon.jit
-def _write_queries(memory, queries):
-    """Writes queries to shared memory as an operand."""
-    memory.store(gl.convert_layout(_paired(queries), _ROWWISE))
-    fence_async_shared()
-    group_barrier()
