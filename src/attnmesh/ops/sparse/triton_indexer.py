@@ -297,14 +297,12 @@ def _grad_kernel(
         d_dots = d_dots.to(tile.dtype)
         d_queries = tl.dot(tl.trans(d_dots), my_tile, d_queries, input_precision="ieee")
         inside = valid[:, None] & (dims < SHAPE.d)[None, :]
-        if d_ik is not None:
+        if d_ik is not None or parts is not None:
             d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
-            at = d_ik + keys[:, None] * SHAPE.d + dims[None, :]
-            tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
-        if parts is not None:
-            d_keys = tl.dot(d_dots, my_queries, input_precision="ieee") * unit
-            at = parts + (tl.program_id(0).to(tl.int64) * topk + j)[:, None] * SHAPE.d + dims[None, :]
-            if MORE:  # added to the sum of earlier heads; no other program adds, so the order is fixed
+            target, rows = (d_ik, keys) if parts is None else (parts, tl.program_id(0).to(tl.int64) * topk + j)
+            at = target + rows[:, None] * SHAPE.d + dims[None, :]
+            # Parts are added to the sum of earlier heads; no other program adds, so the order is fixed.
+            if parts is None or MORE:
                 tl.atomic_add(at, d_keys, mask=inside, sem="relaxed")
             else:
                 tl.store(at, d_keys, mask=inside)
