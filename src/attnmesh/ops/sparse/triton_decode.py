@@ -325,8 +325,7 @@ def _attend_kernel(
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
         if SIZES.tail > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
+        weights, rescale, row_max, total = softmax_step(scores, valid, scale_log2, row_max, total)
         weights = weights.to(k_main.dtype)
         acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
         if VALUE_TAIL > 0:
