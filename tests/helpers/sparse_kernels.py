@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.ops.sparse import backward as by_kernels
-from attnmesh.ops.sparse import triton_indexer, triton_indexer_backward, triton_paged_topk
+from attnmesh.ops.sparse import triton_indexer, triton_paged_topk
 from attnmesh.ops.sparse.arguments import IndexerCall, RowBounds, SparseCall, TopKIndices
 from attnmesh.ops.sparse.dispatch import Forward
 from attnmesh.ops.sparse.paged import IndexerStep, PagedKeys
-from attnmesh.ops.sparse.triton_indexer_backward import Grads
+from attnmesh.ops.sparse.triton_indexer import Grads
 
 
 def attention_call(
@@ -74,9 +74,7 @@ def scores_at_backward(
 ) -> Grads:  # fmt: skip
     *given, grad = given
     call = indexer_call(*given, **how)
-    return triton_indexer_backward.scores_at_backward(
-        call, grad, d_iq_dtype or call.iq.dtype, tiles=tiles, workspace=workspace
-    )
+    return triton_indexer.scores_at_backward(call, grad, d_iq_dtype or call.iq.dtype, tiles=tiles, workspace=workspace)
 
 
 def dense_scores_backward(
@@ -84,7 +82,7 @@ def dense_scores_backward(
     relu: bool, d_iq_dtype: torch.dtype | None = None, tiles: object = None,
 ) -> Grads:  # fmt: skip
     call = indexer_call(iq, ik, w, None, lo, hi, hi, scale=scale, relu=relu, k_offset=first_key)
-    return triton_indexer_backward.dense_scores_backward(call, grad, d_iq_dtype or iq.dtype, tiles=tiles)
+    return triton_indexer.dense_scores_backward(call, grad, d_iq_dtype or iq.dtype, tiles=tiles)
 
 
 def paged_topk(

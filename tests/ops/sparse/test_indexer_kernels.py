@@ -15,7 +15,7 @@ from attnmesh import indexer_topk
 from attnmesh.ops.sparse import triton_topk
 from attnmesh.ops.sparse.arguments import TopKIndices
 from attnmesh.ops.sparse.indexer_tiles import IndexerTiles
-from attnmesh.ops.sparse.triton_indexer_backward import Grads
+from attnmesh.ops.sparse.triton_indexer import Grads
 from helpers import sparse_kernels
 from helpers.cases import first, sweep
 from helpers.sparse_kernels import dense_scores_backward, scores_at, scores_at_backward

@@ -85,7 +85,7 @@ PLANTED = {
         "to(memory.tail.dtype))\n    fence_async_shared()", "to(memory.tail.dtype))",
     ),
     "scales of the tile after": ("scales.index(stage).slice", "scales.index(1 - stage).slice"),
-    "sums are not rescaled": ("rescale.index(stage).load(layout)", "rescale.index(stage).load(layout) * 0 + 1"),
+    "sums are not rescaled": ("rescale.index(stage).load(down)", "rescale.index(stage).load(down) * 0 + 1"),
     "slots are read before they are located": ("gdc_wait()  # for", "pass  # for"),
 }  # fmt: skip
 

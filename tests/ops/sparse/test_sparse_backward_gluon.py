@@ -166,16 +166,16 @@ def test_segments_grow_with_the_keys():
 PLANTED = {
     "no fence before the products of a tile of keys": (
         "        fence_async_shared()  # copies and tensor cores access shared memory through different proxies\n"
-        "        left = ds_ring.index(stage).permute([1, 0])",
-        "        left = ds_ring.index(stage).permute([1, 0])",
+        "        left = ring.ds.index(stage).permute([1, 0])",
+        "        left = ring.ds.index(stage).permute([1, 0])",
     ),
     "a tile of keys is not waited for": (
-        "        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)\n        mbarrier.arrive(turns",
-        "        mbarrier.arrive(turns",
+        "mbarrier.wait(ring.ready.index(stage), (tile // SHAPE.stages) & 1)\n        mbarrier.arrive(ring.turns",
+        "mbarrier.arrive(ring.turns",
     ),
     "a tile is freed before it is read": (
-        "mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)",
-        "mbarrier.arrive(free.index(stage), count=1)",
+        "mbarrier.arrive(ring.free.index((tile + SHAPE.stages - 1) % SHAPE.stages), count=1, pred=tile > 0)",
+        "mbarrier.arrive(ring.free.index(stage), count=1)",
     ),
 }
 

@@ -199,10 +199,10 @@ def test_the_hopper_kernel_under_hostile_schedules(case, seeds):
 
 
 PLANTED = {
-    "the sums are not waited for": ("mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)", "pass"),
-    "nobody waits for a free slot": ("mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)", "pass"),
+    "the sums are not waited for": ("mbarrier.wait(barriers.summed.index(buffer), (block // _SUMS) & 1)", "pass"),
+    "nobody waits for a free slot": ("mbarrier.wait(barriers.free.index(slot), ((item // _SLOTS) & 1) ^ 1)", "pass"),
     "the keys are not fenced": ("fence_async_shared()", "pass"),
-    "the other's queries are not given back": ("_pass_by(ready, free, at)", "pass"),
+    "the other's queries are not given back": ("_pass_by(barriers, at)", "pass"),
     "the next row's keys are not fetched": ("gl.where(last, next_row, row)", "row"),
     "the scores are read too early": ("warpgroup_mma_wait(0, deps", "warpgroup_mma_wait(1, deps"),
 }

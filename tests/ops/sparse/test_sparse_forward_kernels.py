@@ -287,14 +287,15 @@ def test_the_hopper_kernel_under_hostile_schedules(heads, topk, d, out_dtype, se
 
 PLANTED = {
     "the first consumer does not wait for weights": ("mbarrier.wait(barriers.weights_ready.index(1), turn)", "pass"),
-    "the producer does not wait for the second": ("mbarrier.wait(barriers.back_free.index(tile), free)", "pass"),
+    "the producer does not wait for room": ("mbarrier.wait(room[half].index(tile), free)", "pass"),
     "a half is free too early": (
         "out = warpgroup_mma_wait(0, [out])\n            mbarrier.arrive(barriers.back_free.index(0), count=1)",
         "mbarrier.arrive(barriers.back_free.index(0), count=1)\n            out = warpgroup_mma_wait(0, [out])",
     ),
     "the weights are not fenced": ("store(narrow)\n    fence_async_shared()", "store(narrow)"),
     "the sums are not rescaled with the other tile": (
-        "return out, row_max, total * rescale,", "return out, row_max, total,",
+        "return out, Sums(row_max, sums.largest, sums.total * rescale)",
+        "return out, Sums(row_max, sums.largest, sums.total)",
     ),
     "the values of a row that sees no key stay": ("out = gl.where(out == out, out, 0.0)", "pass"),
 }  # fmt: skip

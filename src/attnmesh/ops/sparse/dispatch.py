@@ -206,7 +206,7 @@ def scores_at(call: IndexerCall) -> Tensor:
 def scores_at_backward(call: IndexerCall, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """d_iq of `dtype`; d_ik and d_w in the accumulation dtype. Without indices, the slots of a row are all keys."""
     name = choose("scores_at", call.iq, call.backend)
-    module = torch_backend if name == "torch" else _module("triton_indexer_backward")
+    module = torch_backend if name == "torch" else _module("triton_indexer")
     of = module.dense_scores_backward if call.indices is None else module.scores_at_backward
     d_iq, d_ik, d_w = of(call, grad, dtype)
     return d_iq, d_ik, d_w

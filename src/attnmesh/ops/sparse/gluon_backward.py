@@ -21,6 +21,8 @@ when the products of all that read it are done. A barrier tells only odd phases 
 tile t has seen t - 2, so all tiles before are ready, and t - STAGES, that of the phase before, is one of them.
 """
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -52,6 +54,12 @@ _THREADS = gl.constexpr(128)  # of the loader
 _NO_KEY = gl.constexpr(-2147483648)
 _NOT_SPECIALIZED = ["row_begin", "rows", "heads", "k_offset", "slot_count", "row_step", "part_step"]
 _launches: Recent[Launch] = Recent()
+# The parts of the columns, the columns MAIN and EXTRA of each, and the stages of the ring.
+Shape = namedtuple("Shape", "parts main extra stages")
+# In shared memory: rings of ds and of keys, and their barriers.
+KeyRing = namedtuple("KeyRing", "ds main extra ready free")
+# And rings of ds and p beside q and dout, and their barriers.
+WeightRing = namedtuple("WeightRing", "q q_extra dout dout_extra ds p q_ready dout_ready ready free turns")
 
 
 NEEDS = (
@@ -110,7 +118,7 @@ def grad_query(call: SparseCall, rows: range, grad_scores: Tensor, dq: Tensor, _
             grad_scores, k, k.stride(0), indices, indices.stride(0), lo, hi, slots, dq, dq.stride(0), dq.stride(1),
             rows.start, dq.shape[1], grad_scores.shape[2], k_offset, call.scale,
         ),
-        PARTS=parts, MAIN=main, EXTRA=extra, STAGES=4, num_warps=4,
+        SHAPE=Shape(parts, main, extra, 4), num_warps=4,
     )  # fmt: skip
 
 
@@ -137,8 +145,7 @@ def grad_key(
             rows.start, count, q.shape[1], padded_slots, k_offset, slot_count,
             segment_slots, row_step, part_step, scale,
         ),
-        HEADS=padded_heads, PARTS=parts, MAIN=main, EXTRA=extra, STAGES=STAGES[padded_heads],
-        ATOMIC=atomic, num_warps=4,
+        HEADS=padded_heads, SHAPE=Shape(parts, main, extra, STAGES[padded_heads]), ATOMIC=atomic, num_warps=4,
     )  # fmt: skip
 
 
@@ -156,71 +163,66 @@ def _parts(width: int, main: int) -> tuple[int, int, int]:
 @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
 def grad_query_kernel(
     grad_scores, k, k_row, indices, indices_row, lo, hi, slots, dq, dq_row, dq_head,
-    row_begin, heads, padded_slots, k_offset, scale,
-    PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
+    row_begin, heads, padded_slots, k_offset, scale, SHAPE: gl.constexpr,
 ):  # fmt: skip
     """dq of one part of the columns of a row."""
     dtype: gl.constexpr = k.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    ds_ring = gl.allocate_shared_memory(dtype, [2 * STAGES, _HEADS, _KEYS], wide)
-    k_main = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, MAIN], wide)
-    k_extra = k_main
-    if EXTRA > 0:
-        k_extra = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, EXTRA], gl.NVMMASharedLayout(64, 16, 2))
-    ready = new_barriers(STAGES, _THREADS)
-    free = new_barriers(STAGES, 2)
+    ds = gl.allocate_shared_memory(dtype, [2 * SHAPE.stages, _HEADS, _KEYS], wide)
+    main = gl.allocate_shared_memory(dtype, [SHAPE.stages, _KEYS, SHAPE.main], wide)
+    extra = main
+    if SHAPE.extra > 0:
+        extra = gl.allocate_shared_memory(dtype, [SHAPE.stages, _KEYS, SHAPE.extra], gl.NVMMASharedLayout(64, 16, 2))
+    ring = KeyRing(ds, main, extra, new_barriers(SHAPE.stages, _THREADS), new_barriers(SHAPE.stages, 2))
     fence_async_shared()
 
     program = gl.program_id(0)
-    part = program % PARTS
-    in_chunk = program // PARTS
+    part = program % SHAPE.parts
+    in_chunk = program // SHAPE.parts
     row = (row_begin + in_chunk).to(gl.int64)
     count = gl.load(slots + row)
-    shared = (ds_ring, k_main, k_extra, ready, free)
     load = (grad_scores, k, k_row, indices + row * indices_row, gl.load(lo + row), gl.load(hi + row),
             count, in_chunk, part, padded_slots, k_offset)  # fmt: skip
     store = (dq + row * dq_row, dq_head, heads, count, part, scale)
     gl.warp_specialize(
-        [(_sum_queries, (shared, store, 0, PARTS, MAIN, EXTRA, STAGES)),
-         (_sum_queries, (shared, store, 1, PARTS, MAIN, EXTRA, STAGES)),
-         (_load_keys, (shared, load, PARTS, MAIN, EXTRA, STAGES))],
+        [(_sum_queries, (ring, store, 0, SHAPE)), (_sum_queries, (ring, store, 1, SHAPE)),
+         (_load_keys, (ring, load, SHAPE))],
         [4, 4], [208, 96],
     )  # fmt: skip
-    invalidate_barriers((ready, free))
+    invalidate_barriers((ring.ready, ring.free))
 
 
 @gluon.jit
-def _load_keys(shared, args, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr):
+def _load_keys(ring, args, SHAPE: gl.constexpr):
     """Copies tiles of ds, and of the keys of their slots; 0 where a slot is invalid."""
-    ds_ring, k_main, k_extra, ready, free = shared
     grad_scores, k, k_row, row_indices, first, end, count, in_chunk, part, padded_slots, k_offset = args
     head = gl.arange(0, _HEADS, layout=COPIED_ROWS)
     slot = gl.arange(0, _KEYS, layout=COPIED_ROWS)
     key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
     ds_rows = grad_scores + (in_chunk.to(gl.int64) * (2 * _HEADS) + head) * padded_slots
     for tile in range((count + _KEYS - 1) // _KEYS):
-        stage = tile % STAGES
+        stage = tile % SHAPE.stages
         valid = (key >= first) & (key < end) & (slot < count)
         k_rows = k + (key.to(gl.int64) - k_offset) * k_row
         slot = slot + _KEYS  # the next indices are loaded early, so that the copies do not wait for them
         key = gl.load(row_indices + slot, mask=slot < count, other=_NO_KEY)
-        mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
+        mbarrier.wait(ring.free.index(stage), ((tile // SHAPE.stages) & 1) ^ 1)
         for half in gl.static_range(2):
             rows = ds_rows + half * _HEADS * padded_slots
-            copy_columns(ds_ring.index(stage * 2 + half), rows, head >= 0, tile * _KEYS, _KEYS)
-        copy_columns(k_main.index(stage), k_rows, valid, part * MAIN, MAIN)
-        if EXTRA > 0:
-            copy_columns(k_extra.index(stage), k_rows, valid, PARTS * MAIN + part * EXTRA, EXTRA)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+            copy_columns(ring.ds.index(stage * 2 + half), rows, head >= 0, tile * _KEYS, _KEYS)
+        copy_columns(ring.main.index(stage), k_rows, valid, part * SHAPE.main, SHAPE.main)
+        if SHAPE.extra > 0:
+            extra_column = SHAPE.parts * SHAPE.main + part * SHAPE.extra
+            copy_columns(ring.extra.index(stage), k_rows, valid, extra_column, SHAPE.extra)
+        async_copy.mbarrier_arrive(ring.ready.index(stage), increment_count=False)
 
 
 @gluon.jit
-def _sum_queries(
-    shared, args, HALF: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr
-):
+def _sum_queries(ring, args, HALF: gl.constexpr, SHAPE: gl.constexpr):
     """Sums half of the heads, and writes them."""
-    ds_ring, k_main, k_extra, ready, free = shared
     dq_row, dq_head, heads, count, part, scale = args
+    MAIN: gl.constexpr = SHAPE.main
+    EXTRA: gl.constexpr = SHAPE.extra
     RIGHT: gl.constexpr = EXTRA if EXTRA > 0 else 16
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     extra_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
@@ -228,19 +230,20 @@ def _sum_queries(
     extra = gl.zeros([_HEADS, RIGHT], gl.float32, extra_grid)
     tiles = (count + _KEYS - 1) // _KEYS
     for tile in range(tiles):
-        stage = tile % STAGES
-        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+        stage = tile % SHAPE.stages
+        mbarrier.wait(ring.ready.index(stage), (tile // SHAPE.stages) & 1)
         fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-        left = ds_ring.index(stage * 2 + HALF)
-        main = warpgroup_mma(left, k_main.index(stage), main, is_async=True)
+        left = ring.ds.index(stage * 2 + HALF)
+        main = warpgroup_mma(left, ring.main.index(stage), main, is_async=True)
         if EXTRA > 0:
-            extra = warpgroup_mma(left, k_extra.index(stage), extra, is_async=True)
+            extra = warpgroup_mma(left, ring.extra.index(stage), extra, is_async=True)
         main, extra = warpgroup_mma_wait(2 if EXTRA > 0 else 1, [main, extra])  # the products of the tile before
-        mbarrier.arrive(free.index((tile + STAGES - 1) % STAGES), count=1, pred=tile > 0)
+        mbarrier.arrive(ring.free.index((tile + SHAPE.stages - 1) % SHAPE.stages), count=1, pred=tile > 0)
     main, extra = warpgroup_mma_wait(0, [main, extra])
     _write(dq_row, dq_head, main * scale, HALF * _HEADS, heads, part * MAIN, MAIN, grid)
     if EXTRA > 0:
-        _write(dq_row, dq_head, extra * scale, HALF * _HEADS, heads, PARTS * MAIN + part * EXTRA, EXTRA, extra_grid)
+        extra_column = SHAPE.parts * MAIN + part * EXTRA
+        _write(dq_row, dq_head, extra * scale, HALF * _HEADS, heads, extra_column, EXTRA, extra_grid)
 
 
 @gluon.jit
@@ -256,8 +259,7 @@ def grad_key_kernel(
     grad_scores, weights, q, q_row, q_head, dout, dout_row, dout_head, indices, indices_row, lo, hi, slots,
     target, target_row, row_begin, rows, heads, padded_slots, k_offset, slot_count,
     segment_slots, row_step, part_step, scale,
-    HEADS: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
-    ATOMIC: gl.constexpr,
+    HEADS: gl.constexpr, SHAPE: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
     """scale * ds^T @ q + p^T @ dout of one part of the columns, for a segment of the slots of a row.
 
@@ -265,115 +267,107 @@ def grad_key_kernel(
     """
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_main = gl.allocate_shared_memory(dtype, [HEADS, MAIN], wide)
-    dout_main = gl.allocate_shared_memory(dtype, [HEADS, MAIN], wide)
+    q_main = gl.allocate_shared_memory(dtype, [HEADS, SHAPE.main], wide)
+    dout_main = gl.allocate_shared_memory(dtype, [HEADS, SHAPE.main], wide)
     q_extra = q_main
     dout_extra = dout_main
-    if EXTRA > 0:
-        q_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
-        dout_extra = gl.allocate_shared_memory(dtype, [HEADS, EXTRA], wide)
-    ds_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
-    p_ring = gl.allocate_shared_memory(dtype, [STAGES, HEADS, _KEYS], wide)
-    q_ready = new_barriers(1, _THREADS)
-    dout_ready = new_barriers(1, _THREADS)
-    ready = new_barriers(STAGES, _THREADS)
-    free = new_barriers(STAGES, 1)
-    turns = new_barriers(2, 1)
+    if SHAPE.extra > 0:
+        q_extra = gl.allocate_shared_memory(dtype, [HEADS, SHAPE.extra], wide)
+        dout_extra = gl.allocate_shared_memory(dtype, [HEADS, SHAPE.extra], wide)
+    ring = WeightRing(
+        q_main, q_extra, dout_main, dout_extra,
+        ds=gl.allocate_shared_memory(dtype, [SHAPE.stages, HEADS, _KEYS], wide),
+        p=gl.allocate_shared_memory(dtype, [SHAPE.stages, HEADS, _KEYS], wide),
+        q_ready=new_barriers(1, _THREADS), dout_ready=new_barriers(1, _THREADS),
+        ready=new_barriers(SHAPE.stages, _THREADS), free=new_barriers(SHAPE.stages, 1), turns=new_barriers(2, 1),
+    )  # fmt: skip
     fence_async_shared()
 
     program = gl.program_id(0)
     in_chunk = program // row_step % rows
-    part = program // part_step % PARTS
-    begin = program // (rows * PARTS) * segment_slots
+    part = program // part_step % SHAPE.parts
+    begin = program // (rows * SHAPE.parts) * segment_slots
     row = (row_begin + in_chunk).to(gl.int64)
     count = gl.minimum(gl.load(slots + row), begin + segment_slots)
     tiles = gl.maximum(count - begin + _KEYS - 1, 0) // _KEYS
-    held = (q_main, q_extra, dout_main, dout_extra)
-    shared = (ds_ring, p_ring, q_ready, dout_ready, ready, free, turns)
     load = (grad_scores, weights, q + row * q_row, q_head, dout + row * dout_row, dout_head, heads,
             begin, tiles, in_chunk, part, padded_slots)  # fmt: skip
     add = (target, target_row, indices + row * indices_row, gl.load(lo + row), gl.load(hi + row), count,
            in_chunk, slot_count, k_offset)  # fmt: skip
     gl.warp_specialize(
-        [(_add_keys, (held, shared, add, begin, tiles, part, scale, 0, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
-         (_add_keys, (held, shared, add, begin, tiles, part, scale, 1, PARTS, MAIN, EXTRA, STAGES, ATOMIC)),
-         (_load_weights, (held, shared, load, HEADS, PARTS, MAIN, EXTRA, STAGES))],
+        [(_add_keys, (ring, add, begin, tiles, part, scale, 0, SHAPE, ATOMIC)),
+         (_add_keys, (ring, add, begin, tiles, part, scale, 1, SHAPE, ATOMIC)),
+         (_load_weights, (ring, load, SHAPE))],
         [4, 4], [192, 112],
     )  # fmt: skip
-    invalidate_barriers((q_ready, dout_ready, ready, free, turns))
+    invalidate_barriers((ring.q_ready, ring.dout_ready, ring.ready, ring.free, ring.turns))
 
 
 @gluon.jit
-def _load_weights(
-    held, shared, args,
-    HEADS: gl.constexpr, PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _load_weights(ring, args, SHAPE: gl.constexpr):
     """Copies q and dout, 0 in columns that no value has, and tiles of ds and p."""
-    q_main, q_extra, dout_main, dout_extra = held
-    ds_ring, p_ring, q_ready, dout_ready, ready, free, _ = shared
+    HEADS: gl.constexpr = ring.q.shape[0]
     grad_scores, weights, q, q_head, dout, dout_head, heads, begin, tiles, in_chunk, part, padded_slots = args
     head = gl.arange(0, HEADS, layout=COPIED_ROWS)
     offset = (in_chunk.to(gl.int64) * HEADS + head) * padded_slots + begin
-    extra_column = PARTS * MAIN + part * EXTRA
+    extra_column = SHAPE.parts * SHAPE.main + part * SHAPE.extra
     for tile in range(tiles):
-        stage = tile % STAGES
+        stage = tile % SHAPE.stages
         if tile == 0:
             q_rows = q + head.to(gl.int64) * q_head
-            copy_columns(q_main, q_rows, head < heads, part * MAIN, MAIN)
-            if EXTRA > 0:
-                copy_columns(q_extra, q_rows, head < heads, extra_column, EXTRA)
-            async_copy.mbarrier_arrive(q_ready.index(0), increment_count=False)
-        mbarrier.wait(free.index(stage), ((tile // STAGES) & 1) ^ 1)
-        copy_columns(ds_ring.index(stage), grad_scores + offset, head >= 0, tile * _KEYS, _KEYS)
-        copy_columns(p_ring.index(stage), weights + offset, head >= 0, tile * _KEYS, _KEYS)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+            copy_columns(ring.q, q_rows, head < heads, part * SHAPE.main, SHAPE.main)
+            if SHAPE.extra > 0:
+                copy_columns(ring.q_extra, q_rows, head < heads, extra_column, SHAPE.extra)
+            async_copy.mbarrier_arrive(ring.q_ready.index(0), increment_count=False)
+        mbarrier.wait(ring.free.index(stage), ((tile // SHAPE.stages) & 1) ^ 1)
+        copy_columns(ring.ds.index(stage), grad_scores + offset, head >= 0, tile * _KEYS, _KEYS)
+        copy_columns(ring.p.index(stage), weights + offset, head >= 0, tile * _KEYS, _KEYS)
+        async_copy.mbarrier_arrive(ring.ready.index(stage), increment_count=False)
         if tile == 0:  # last, because it is needed last
             dout_rows = dout + head.to(gl.int64) * dout_head
-            copy_columns(dout_main, dout_rows, head < heads, part * MAIN, MAIN)
-            if EXTRA > 0:
-                copy_columns(dout_extra, dout_rows, (head < heads) & (extra_column < _D_V), extra_column, EXTRA)
-            async_copy.mbarrier_arrive(dout_ready.index(0), increment_count=False)
+            copy_columns(ring.dout, dout_rows, head < heads, part * SHAPE.main, SHAPE.main)
+            if SHAPE.extra > 0:
+                there = (head < heads) & (extra_column < _D_V)
+                copy_columns(ring.dout_extra, dout_rows, there, extra_column, SHAPE.extra)
+            async_copy.mbarrier_arrive(ring.dout_ready.index(0), increment_count=False)
 
 
 @gluon.jit
-def _add_keys(
-    held, shared, add, begin, tiles, part, scale, WHICH: gl.constexpr,
-    PARTS: gl.constexpr, MAIN: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, ATOMIC: gl.constexpr,
-):  # fmt: skip
+def _add_keys(ring, add, begin, tiles, part, scale, WHICH: gl.constexpr, SHAPE: gl.constexpr, ATOMIC: gl.constexpr):
     """Multiplies every other tile, and adds it to the keys."""
-    q_main, q_extra, dout_main, dout_extra = held
-    ds_ring, p_ring, q_ready, dout_ready, ready, free, turns = shared
+    MAIN: gl.constexpr = SHAPE.main
+    EXTRA: gl.constexpr = SHAPE.extra
     RIGHT: gl.constexpr = EXTRA if EXTRA > 0 else 16
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     extra_grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, RIGHT, 16])
     for tile in range(WHICH, tiles, 2):
-        stage = tile % STAGES
+        stage = tile % SHAPE.stages
         # In turn: groups in step would multiply at the same time, and then both add to the keys.
-        mbarrier.wait(turns.index(WHICH), (tile // 2 & 1) ^ (1 - WHICH))
-        mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
-        mbarrier.wait(q_ready.index(0), 0, pred=tile == WHICH)
+        mbarrier.wait(ring.turns.index(WHICH), (tile // 2 & 1) ^ (1 - WHICH))
+        mbarrier.wait(ring.ready.index(stage), (tile // SHAPE.stages) & 1)
+        mbarrier.arrive(ring.turns.index(1 - WHICH), count=1)
+        mbarrier.wait(ring.q_ready.index(0), 0, pred=tile == WHICH)
         fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-        left = ds_ring.index(stage).permute([1, 0])
+        left = ring.ds.index(stage).permute([1, 0])
         main = gl.zeros([_KEYS, MAIN], gl.float32, grid)
         extra = gl.zeros([_KEYS, RIGHT], gl.float32, extra_grid)
-        main = warpgroup_mma(left, q_main, main, use_acc=False, is_async=True)
+        main = warpgroup_mma(left, ring.q, main, use_acc=False, is_async=True)
         if EXTRA > 0:
-            extra = warpgroup_mma(left, q_extra, extra, use_acc=False, is_async=True)
-        mbarrier.wait(dout_ready.index(0), 0, pred=tile == WHICH)
+            extra = warpgroup_mma(left, ring.q_extra, extra, use_acc=False, is_async=True)
+        mbarrier.wait(ring.dout_ready.index(0), 0, pred=tile == WHICH)
         fence_async_shared()
         main, extra = warpgroup_mma_wait(0, [main, extra])
         main = main * scale
         extra = extra * scale
-        left = p_ring.index(stage).permute([1, 0])
-        main = warpgroup_mma(left, dout_main, main, is_async=True)
+        left = ring.p.index(stage).permute([1, 0])
+        main = warpgroup_mma(left, ring.dout, main, is_async=True)
         if EXTRA > 0:
-            extra = warpgroup_mma(left, dout_extra, extra, is_async=True)
+            extra = warpgroup_mma(left, ring.dout_extra, extra, is_async=True)
         main, extra = warpgroup_mma_wait(0, [main, extra])
-        mbarrier.arrive(free.index(stage), count=1)
+        mbarrier.arrive(ring.free.index(stage), count=1)
         _put(add, main, begin + tile * _KEYS, part * MAIN, MAIN, ATOMIC)
         if EXTRA > 0:
-            _put(add, extra, begin + tile * _KEYS, PARTS * MAIN + part * EXTRA, EXTRA, ATOMIC)
+            _put(add, extra, begin + tile * _KEYS, SHAPE.parts * MAIN + part * EXTRA, EXTRA, ATOMIC)
 
 
 @gluon.jit

@@ -65,18 +65,11 @@ def copy_columns(target, rows, there, column, COUNT: gl.constexpr):
 def write_columns(out, result, column_begin, head_begin, heads, NARROW: gl.constexpr, grid: gl.constexpr):
     """Writes a quarter or half of the output columns of some heads of a row."""
     COLUMNS: gl.constexpr = result.shape[1]
-    result = result.to(out.dtype.element_ty)
-    if NARROW:
-        # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory,
-        # where the queries of the next item already arrive.
-        lines: gl.constexpr = _HALF_LINES if COLUMNS == 2 * _QUARTER else _QUARTER_LINES
-        _write_rows(out, gl.convert_layout(result, lines), column_begin, head_begin, heads, lines)
-    else:
-        _write_rows(out, result, column_begin, head_begin, heads, grid)
-
-
-@gluon.jit
-def _write_rows(out, result, column_begin, head_begin, heads, grid: gl.constexpr):
-    head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, grid))[:, None]
-    column = column_begin + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
+    # Four lanes exchange pairs of columns until each has eight in a row: 16-byte stores, without shared memory, where
+    # the queries of the next item already arrive.
+    narrow: gl.constexpr = _HALF_LINES if COLUMNS == 2 * _QUARTER else _QUARTER_LINES
+    lines: gl.constexpr = narrow if NARROW else grid
+    result = gl.convert_layout(result.to(out.dtype.element_ty), lines)
+    head = head_begin + gl.arange(0, _HEADS, layout=gl.SliceLayout(1, lines))[:, None]
+    column = column_begin + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, lines))[None, :]
     gl.store(out + head.to(gl.int64) * (4 * _QUARTER) + column, result, mask=head < heads)

@@ -36,21 +36,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_widening import widen
 from attnmesh.ops.launch import Launch, Recent, cdiv, is_hopper, repeat
-from attnmesh.ops.sparse.gluon_common import (
-    COPIED,
-    COPIED_ROWS,
-    D_TAIL,
-    D_V,
-    HEADS,
-    KEYS,
-    LOG2_E,
-    RESCALE_THRESHOLD,
-    Results,
-    add_sinks,
-    copy_columns,
-    processors,
-    write_columns,
-)
+from attnmesh.ops.sparse import gluon_common as common
+from attnmesh.ops.sparse.gluon_common import COPIED, COPIED_ROWS, D_TAIL, D_V, HEADS, KEYS, LOG2_E, RESCALE_THRESHOLD
 from attnmesh.ops.sparse.paged import SparseDecodeCall
 from attnmesh.ops.storage import Quantized
 
@@ -94,16 +81,11 @@ Barriers = namedtuple(
 Work = namedtuple("Work", "slots lengths topk span splits heads items")
 
 
-class Item(NamedTuple):
-    """64 heads of some slots of a token."""
-
-    row: Any
-    part: Any  # number of the part among the parts of all tokens
-    head_begin: Any
-    begin: Any  # of its slots
-    count: Any
-    tiles: Any
-    fault: Any  # whether an index of the token is outside of the cache
+# 64 heads of `count` slots of a token from `begin` on: part number `part` of all tokens. With a fault an index of the
+# token is outside of the cache.
+Item = namedtuple("Item", "row part head_begin begin count tiles fault")
+# The pool, with strides in units of 16 bytes; `codes` are the values in 8 bits, four in a word.
+Source = namedtuple("Source", "codes code_steps scales scale_steps rope rope_steps")
 
 
 NEEDS = "bfloat16 queries over fp8_ds_mla latents of 512 and a rope part of 64, rows aligned to 16 bytes, on Hopper"
@@ -142,7 +124,7 @@ def attend(
     rows, heads, _ = q.shape
     items = rows * splits * cdiv(heads, HEADS)
     repeat(
-        _launches, _attend_kernel, (min(items, processors(q)),),
+        _launches, _attend_kernel, (min(items, common.processors(q)),),
         (
             q, _steps(q), pool.values[:, :, 0].view(torch.int32), _steps(pool.values), pool.scales, _steps(pool.scales),
             pool.rope, _steps(pool.rope), slots, lengths, *results, sinks,
@@ -197,17 +179,14 @@ def _attend_kernel(
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
 
     work = Work(slots, lengths, topk, span, splits, heads, items)
-    results = Results(out, lse, top, sinks)
+    results = common.Results(out, lse, top, sinks)
     source = Source(pool, pool_steps, scales, scale_steps, rope, rope_steps)
     gl.warp_specialize(
-        [
-            (_score, (memory, barriers, work, results, scale_log2, SPLIT)),
-            (_accumulate, (memory, barriers, work, out, 0, NARROW_OUT)),
-            (_accumulate, (memory, barriers, work, out, 1, NARROW_OUT)),
-            (_produce, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE)),
-        ],
-        [4, 4, 4],
-        [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
+        [(_score, (memory, barriers, work, results, scale_log2, SPLIT)),
+         (_accumulate, (memory, barriers, work, out, 0, NARROW_OUT)),
+         (_accumulate, (memory, barriers, work, out, 1, NARROW_OUT)),
+         (_produce, (q, q_steps, source, memory, barriers, work, BLOCK_SIZE))],
+        [4, 4, 4], [_CONSUMER_REGISTERS, _CONSUMER_REGISTERS, _PRODUCER_REGISTERS],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
@@ -223,17 +202,6 @@ def _item(number, work):
     count = gl.maximum(gl.minimum(begin + work.span, length) - begin, 0)
     tiles = (count + _KEYS - 1) // _KEYS
     return Item(row.to(gl.int64), part.to(gl.int64), number % head_tiles * _HEADS, begin, count, tiles, length < 0)
-
-
-class Source(NamedTuple):
-    """The pool, with strides in units of 16 bytes."""
-
-    codes: Any  # the values in 8 bits, four in a word
-    code_steps: Any
-    scales: Any
-    scale_steps: Any
-    rope: Any
-    rope_steps: Any
 
 
 @gluon.jit
@@ -270,7 +238,11 @@ def _produce(q, q_steps, source, memory, barriers, work, BLOCK_SIZE: gl.constexp
                 fence_async_shared()  # writes and products access shared memory through different proxies
                 mbarrier.arrive(barriers.k_ready.index(2 * stage), count=1)
 
-                _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE)
+                of_tail = gl.convert_layout(slot, COPIED_ROWS)
+                rows, valid = _rows(source.rope, source.rope_steps, of_tail, 8, BLOCK_SIZE)
+                mbarrier.wait(barriers.tail_free.index(stage), turn ^ 1)
+                common.copy_columns(memory.tail.index(stage), rows, valid, 0, _TAIL)
+                async_copy.mbarrier_arrive(barriers.tail_ready.index(stage), increment_count=False)
                 slot = after
                 mbarrier.wait(barriers.k_free.index(2 * stage + 1), turn ^ 1)
                 _convert(memory, stage, 2, third)
@@ -321,16 +293,6 @@ def _copy_scales(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr)
     column = gl.arange(0, 4, layout=gl.SliceLayout(0, _SCALES))[None, :]
     async_copy.async_copy_global_to_shared(memory.scales.index(step % 2), rows[:, None] + column, mask=valid[:, None])
     async_copy.mbarrier_arrive(barriers.scales_ready.index(step % 2), increment_count=False)
-
-
-@gluon.jit
-def _copy_tail(source, memory, barriers, step, slot, BLOCK_SIZE: gl.constexpr):
-    """The rope part of a tile."""
-    slot = gl.convert_layout(slot, COPIED_ROWS)
-    rows, valid = _rows(source.rope, source.rope_steps, slot, 8, BLOCK_SIZE)
-    mbarrier.wait(barriers.tail_free.index(step % 2), (step // 2 & 1) ^ 1)
-    copy_columns(memory.tail.index(step % 2), rows, valid, 0, _TAIL)
-    async_copy.mbarrier_arrive(barriers.tail_ready.index(step % 2), increment_count=False)
 
 
 @gluon.jit
@@ -392,7 +354,7 @@ def _score(memory, barriers, work, results, scale_log2, SPLIT: gl.constexpr):
         real = head < work.heads
         kept = 1.0
         if not SPLIT and results.sinks is not None:
-            row_max, total, kept = add_sinks(results.sinks, head, real, row_max, total)
+            row_max, total, kept = common.add_sinks(results.sinks, head, real, row_max, total)
         # Without a key total is 0 and the maximum -inf: out 0 * 1, lse -inf + -inf.
         inv_sum = kept / gl.where(total == 0.0, 1.0, total)
         unit = 1.0 if SPLIT else 1.0 / _LOG2_E
@@ -421,7 +383,12 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
             stage = step % 2
             turn = step // 2 & 1
             step += 1
-            front, back = _rescale(front, back, stage, turn, memory.rescale, barriers.rescale_ready, down)
+            mbarrier.wait(barriers.rescale_ready.index(stage), turn)
+            rescale = memory.rescale.index(stage).load(down)
+            # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
+            if gl.min(rescale, 0) < 1.0:
+                front = front * rescale[:, None]
+                back = back * rescale[:, None]
             mbarrier.wait(barriers.weights_ready.index(stage), turn)
             weights = memory.tail.index(stage)
             front = warpgroup_mma(weights, memory.k.index(4 * stage + PART), front, is_async=True)
@@ -437,8 +404,8 @@ def _accumulate(memory, barriers, work, out, PART: gl.constexpr, NARROW_OUT: gl.
         mbarrier.arrive(barriers.inv_sum_free.index(0), count=1)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         rows = out + item.part * work.heads * (4 * _QUARTER)
-        write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
-        write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
+        common.write_columns(rows, front * scale, PART * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
+        common.write_columns(rows, back * scale, (2 + PART) * _QUARTER, item.head_begin, work.heads, NARROW_OUT, grid)
 
 
 @gluon.jit
@@ -461,15 +428,3 @@ def _weigh(scores, highest, row_max, total, stage, memory, barriers):
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(stage), count=1)
     return new_max, total * tile_rescale + gl.sum(tile_weights, 1)
-
-
-@gluon.jit
-def _rescale(front, back, stage, turn, rescale, rescale_ready, layout: gl.constexpr):
-    """The sums of two quarters of the output columns, with the rescale factor of a tile."""
-    mbarrier.wait(rescale_ready.index(stage), turn)
-    tile_rescale = rescale.index(stage).load(layout)
-    # Rarely taken; otherwise 128 multiplications per thread would precede the matrix products of every tile.
-    if gl.min(tile_rescale, 0) < 1.0:
-        front = front * tile_rescale[:, None]
-        back = back * tile_rescale[:, None]
-    return front, back

@@ -26,6 +26,9 @@ what the producer waits for before it sends block b, an item three back and sums
 tests/helpers/gluon.py runs this file on the CPU under adversarial schedules.
 """
 
+from collections import namedtuple
+from typing import Any
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -70,29 +73,28 @@ _NOT_SPECIALIZED = [  # they vary, and each value would be compiled separately
     "q_stride", "q_head_stride", "k_stride", "indices_stride", "lse_stride", "lse_head_stride", "s_q", "h", "topk",
     "k_offset",
 ]  # fmt: skip
-# Layouts of (warp, heads..., key) while a consumer sums heads: the second axis is in registers, so that a sum over it
-# stays in the thread. Each differs from the layout after the last sum by one bit exchanged with the lane.
-_EXCHANGE_4 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 8], [0, 0, 0, 16], [0, 1, 0, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 2, 0], [0, 0, 0, 32]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 4, 64],
-    )
-)  # fmt: skip
-_EXCHANGE_2 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1], [0, 0, 0, 8], [0, 1, 0, 0]],
-        [[0, 0, 0, 2], [0, 0, 0, 4], [0, 0, 1, 0], [0, 0, 0, 16], [0, 0, 0, 32]],
-        [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, 2, 64],
-    )
-)  # fmt: skip
-_EXCHANGE_1 = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 1, 0]],
-        [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-        [[1, 0, 0], [2, 0, 0]], [], [4, 2, 64],
-    )
-)  # fmt: skip
+_GRID = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of scores
+_QUERIES = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]), 2))
+
+
+def _exchange(heads: int) -> Any:
+    """The layout [warp, 2, heads, key] of a sum over the second axis, which is in registers: it stays in the thread.
+
+    Each differs from the layout after the last sum by one bit exchanged with the lane.
+    """
+    keys = [[0, 0, 0, 1 << i] for i in range(6)]
+    of_heads = [[0, 0, 1 << i, 0] for i in range(heads.bit_length() - 1)]
+    held = 3 + len(of_heads)
+    registers, lanes = [keys[0], *keys[3:held], [0, 1, 0, 0]], [*keys[1:3], *of_heads, *keys[held:]]
+    return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0, 0], [2, 0, 0, 0]], [], [4, 2, heads, 64])
+
+
+_EXCHANGES = gl.constexpr((_exchange(4), _exchange(2), _exchange(1)))
+# The constants of the kernel: columns are `main` and `tail`, and a consumer lets the other begin after HANDOVER tiles.
+Shape = namedtuple("Shape", "consumers main tail groups handover")
+Memory = namedtuple("Memory", "main tail sums")  # the ring of items, and sums of blocks
+Barriers = namedtuple("Barriers", "ready free summed turns")
+Sizes = namedtuple("Sizes", "s_q h topk")
 
 
 NEEDS = f"up to 128 heads, in one group or in groups of 64, of {', '.join(map(str, WIDTHS))} in 16 bits, on Hopper"
@@ -134,209 +136,188 @@ def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
             *(x.contiguous() for x in bounds[:3]), lse, lse.stride(0), lse.stride(1), out,
             s_q, h, topk, bounds.k_offset, scale * LOG2_E,
         ),
-        CONSUMERS=consumers, MAIN=main, TAIL=tail, GROUPS=groups, HANDOVER=handover(d // TILE),
+        SHAPE=Shape(consumers, main, tail, groups, handover(d // TILE) if consumers == 2 else 0),
         CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
     )  # fmt: skip
     return out
 
 
 @gluon.jit
-def _unit(n, program, programs, s_q, blocks):
-    """The n-th unit of work of a program: a row, and its blocks [first, stop).
+def _unit(n, slots, sizes):
+    """The n-th unit of work of a program: a row, its blocks [first, stop), and the number of its slots.
 
     First whole rows, every `programs`-th; the remaining rows are split, so that all programs end together.
     """
-    whole = s_q // programs
-    rest = (s_q - whole * programs) * blocks
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    blocks = gl.cdiv(sizes.topk, _KEYS)
+    whole = sizes.s_q // programs
+    rest = (sizes.s_q - whole * programs) * blocks
     begin = program * rest // programs
     end = (program + 1) * rest // programs
     cut = begin // blocks + n - whole
-    row = gl.where(n < whole, n * programs + program, gl.minimum(whole * programs + cut, s_q - 1))
+    row = gl.where(n < whole, n * programs + program, gl.minimum(whole * programs + cut, sizes.s_q - 1))
     first = gl.where(n < whole, 0, gl.maximum(begin - cut * blocks, 0))
     stop = gl.where(n < whole, blocks, gl.minimum(end - cut * blocks, blocks))
-    return row, first, stop
+    return row, first, stop, gl.load(slots + row)
 
 
 @gluon.jit
-def _consume(
-    args, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, HANDOVER: gl.constexpr
-):
-    (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
-     s_q, h, topk, scale_log2) = args  # fmt: skip
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    heads = WHICH * _HEADS + gl.arange(0, _HEADS, gl.SliceLayout(1, layout))
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    blocks = gl.cdiv(topk, _KEYS)
+def _consume(args, WHICH: gl.constexpr, SHAPE: gl.constexpr):
+    lse, lse_stride, lse_head_stride, slots, memory, barriers, sizes, scale_log2 = args
+    heads = WHICH * _HEADS + gl.arange(0, _HEADS, gl.SliceLayout(1, _GRID))
     item = 0  # number of items so far
     block = 0  # number of blocks so far
-    row, first, end = _unit(0, program, programs, s_q, blocks)
-    row_slots = gl.load(slots + row)
-    for n in range(s_q // programs + 2):
+    row, first, end, row_slots = _unit(0, slots, sizes)
+    for n in range(sizes.s_q // gl.num_programs(0) + 2):
         # Loaded for the next unit, long before they are needed.
-        next_row, next_first, next_end = _unit(n + 1, program, programs, s_q, blocks)
-        next_slots = gl.load(slots + next_row)
+        next_row, next_first, next_end, next_slots = _unit(n + 1, slots, sizes)
         stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
         if first < stop:
             of_heads = lse + row.to(gl.int64) * lse_stride + heads * lse_head_stride
-            given = gl.load(of_heads, mask=heads < h, other=float("inf"))
+            given = gl.load(of_heads, mask=heads < sizes.h, other=float("inf"))
             # An infinite lse, or no head: +inf makes every probability 0.
             shift = gl.where(given == float("-inf"), float("inf"), given * _LOG2_E)
             if WHICH == 1:
-                _pass_by(ready, free, item)
+                _pass_by(barriers, item)
             mine = item + 2 * WHICH
-            _wait_for(ready, mine)
-            q = _load_queries(main, tail, mine % _SLOTS, layout, MAIN, TAIL)
-            mbarrier.arrive(free.index(mine % _SLOTS), count=1)
+            _wait_for(barriers.ready, mine)
+            q = ()
+            for t in gl.static_range((SHAPE.main + SHAPE.tail) // _TILE):
+                q = q + (_columns(memory, mine % _SLOTS, t, SHAPE).load(_QUERIES),)  # type: ignore[assignment]  # noqa: RUF005
+            mbarrier.arrive(barriers.free.index(mine % _SLOTS), count=1)
             at = item + 1
             for i in range(stop - first):
-                scores = _multiply(q, main, tail, ready, turns, at, block, layout, WHICH, MAIN, TAIL, HANDOVER)
+                scores = _multiply(q, memory, barriers, at, block, WHICH, SHAPE)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-                mbarrier.arrive(free.index(at % _SLOTS), count=1)
-                _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH, CONSUMERS)
+                mbarrier.arrive(barriers.free.index(at % _SLOTS), count=1)
+                _leave_sums(scores, shift, scale_log2, memory, barriers, block, WHICH, SHAPE)
                 at += 1
                 block += 1
-                if CONSUMERS == 2 and i == 0:  # the queries of consumer 1 come between
+                if SHAPE.consumers == 2 and i == 0:  # the queries of consumer 1 come between
                     if WHICH == 0:
-                        _pass_by(ready, free, at)
+                        _pass_by(barriers, at)
                     at += 1
-            item += CONSUMERS + stop - first
+            item += SHAPE.consumers + stop - first
         row, first, end, row_slots = next_row, next_first, next_end, next_slots
 
 
 @gluon.jit
-def _wait_for(barriers, item):
-    mbarrier.wait(barriers.index(item % _SLOTS), (item // _SLOTS) & 1)
+def _wait_for(ready, item):
+    mbarrier.wait(ready.index(item % _SLOTS), (item // _SLOTS) & 1)
 
 
 @gluon.jit
-def _pass_by(ready, free, item):
+def _pass_by(barriers, item):
     """Releases the queries of the other consumer after they have arrived.
 
     Otherwise the slot could be refilled twice before this consumer looks, and it would wait for the barrier forever.
     """
-    _wait_for(ready, item)
-    mbarrier.arrive(free.index(item % _SLOTS), count=1)
+    _wait_for(barriers.ready, item)
+    mbarrier.arrive(barriers.free.index(item % _SLOTS), count=1)
 
 
 @gluon.jit
-def _columns(main, tail, slot, t: gl.constexpr, MAIN: gl.constexpr):
+def _columns(memory, slot, t: gl.constexpr, SHAPE: gl.constexpr):
     """Columns [64 t, 64 t + 64) of an item."""
-    if t * _TILE < MAIN:
-        tile = main.index(slot).slice(t * _TILE, _TILE, dim=1)
+    if t * _TILE < SHAPE.main:
+        tile = memory.main.index(slot).slice(t * _TILE, _TILE, dim=1)
     else:
-        tile = tail.index(slot).slice(t * _TILE - MAIN, _TILE, dim=1)
+        tile = memory.tail.index(slot).slice(t * _TILE - SHAPE.main, _TILE, dim=1)
     return tile
 
 
 @gluon.jit
-def _load_queries(main, tail, slot, layout: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    q = ()
-    for t in gl.static_range((MAIN + TAIL) // _TILE):
-        q = q + (_columns(main, tail, slot, t, MAIN).load(operand),)  # type: ignore[assignment]  # noqa: RUF005
-    return q
-
-
-@gluon.jit
-def _multiply(
-    q, main, tail, ready, turns, item, block, layout: gl.constexpr,
-    WHICH: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, HANDOVER: gl.constexpr,
-):  # fmt: skip
+def _multiply(q, memory, barriers, item, block, WHICH: gl.constexpr, SHAPE: gl.constexpr):
     """Starts scores = q x the keys of an item, when these are ready and it is the turn of this consumer."""
-    _wait_for(ready, item)
+    _wait_for(barriers.ready, item)
     fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-    if HANDOVER > 0:
-        mbarrier.wait(turns.index(WHICH), (block & 1) ^ (1 - WHICH))  # consumer 0 begins
-    scores = gl.zeros([_HEADS, _KEYS], gl.float32, layout)
-    for t in gl.static_range((MAIN + TAIL) // _TILE):
-        if HANDOVER > 0 and t == HANDOVER:
-            mbarrier.arrive(turns.index(1 - WHICH), count=1)
-        keys = _columns(main, tail, item % _SLOTS, t, MAIN).permute((1, 0))
+    if SHAPE.handover > 0:
+        mbarrier.wait(barriers.turns.index(WHICH), (block & 1) ^ (1 - WHICH))  # consumer 0 begins
+    scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
+    for t in gl.static_range((SHAPE.main + SHAPE.tail) // _TILE):
+        if t == SHAPE.handover and t > 0:
+            mbarrier.arrive(barriers.turns.index(1 - WHICH), count=1)
+        keys = _columns(memory, item % _SLOTS, t, SHAPE).permute((1, 0))
         scores = warpgroup_mma(q[t], keys, scores, use_acc=t > 0, is_async=True)
-    if HANDOVER == (MAIN + TAIL) // _TILE:
-        mbarrier.arrive(turns.index(1 - WHICH), count=1)
+    if SHAPE.handover == (SHAPE.main + SHAPE.tail) // _TILE:
+        mbarrier.arrive(barriers.turns.index(1 - WHICH), count=1)
     return scores
 
 
 @gluon.jit
-def _leave_sums(scores, shift, scale_log2, sums, summed, block, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+def _leave_sums(scores, shift, scale_log2, memory, barriers, block, WHICH: gl.constexpr, SHAPE: gl.constexpr):
     p = gl.exp2(scores * scale_log2 - shift[:, None])
     # A thread holds two of every sixteen heads for sixteen keys, which seven other threads of its warp also hold. Three
     # times it exchanges half of its keys for the heads of another thread of the other half, and adds: 14 shuffles
     # instead of 48.
     part = gl.sum(p.reshape([4, 2, 8, _KEYS]), axis=1)
-    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4, _KEYS]), _EXCHANGE_4), axis=1)
-    part = gl.sum(gl.convert_layout(part.reshape([4, 2, 2, _KEYS]), _EXCHANGE_2), axis=1)
-    part = gl.sum(gl.convert_layout(part, _EXCHANGE_1), axis=1)
+    for i in gl.static_range(3):
+        part = gl.sum(gl.convert_layout(part.reshape([4, 2, 4 >> i, _KEYS]), _EXCHANGES[i]), axis=1)
     buffer = block % _SUMS
-    sums.index(buffer * CONSUMERS + WHICH).store(part)
-    mbarrier.arrive(summed.index(buffer), count=1)
+    memory.sums.index(buffer * SHAPE.consumers + WHICH).store(part.reshape([4, _KEYS]))
+    mbarrier.arrive(barriers.summed.index(buffer), count=1)
 
 
 @gluon.jit
-def _produce(args, CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr):
+def _produce(args, SHAPE: gl.constexpr):
     (q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots, out,
-     main, tail, sums, ready, free, summed, s_q, h, topk, k_offset) = args  # fmt: skip
+     memory, barriers, sizes, k_offset) = args  # fmt: skip
     rows = gl.arange(0, _KEYS, COPIED_ROWS)
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    blocks = gl.cdiv(topk, _KEYS)
-
     item = 0
     block = 0
     # The last _SUMS blocks: the positions of their output, newest first, and one bit per key: was it valid?
     waiting = (-1, -1, -1, -1)
     seen = gl.zeros([_KEYS], gl.int32, COPIED_ROWS)
-    row, first, end = _unit(0, program, programs, s_q, blocks)
-    row_slots, row_lo, row_hi = gl.load(slots + row), gl.load(lo + row), gl.load(hi + row)
-    chosen = _load_indices(indices, indices_stride, row, first, topk, rows)
-    for n in range(s_q // programs + 2):
-        next_row, next_first, next_end = _unit(n + 1, program, programs, s_q, blocks)
-        next_slots, next_lo, next_hi = gl.load(slots + next_row), gl.load(lo + next_row), gl.load(hi + next_row)
+    row, first, end, row_slots = _unit(0, slots, sizes)
+    blocks = gl.cdiv(sizes.topk, _KEYS)
+    row_lo, row_hi = gl.load(lo + row), gl.load(hi + row)
+    chosen = _load_indices(indices, indices_stride, row, first, sizes.topk, rows)
+    for n in range(sizes.s_q // gl.num_programs(0) + 2):
+        next_row, next_first, next_end, next_slots = _unit(n + 1, slots, sizes)
+        next_lo, next_hi = gl.load(lo + next_row), gl.load(hi + next_row)
         stop = gl.minimum(end, gl.cdiv(row_slots, _KEYS))
-        _write_zeros(out, row, gl.maximum(first, stop), end, s_q, topk, GROUPS)
+        _write_zeros(out, row, gl.maximum(first, stop), end, sizes, SHAPE)
         if first < stop:
             at = first
-            for i in range(CONSUMERS + stop - first):
+            for i in range(SHAPE.consumers + stop - first):
                 slot = item % _SLOTS
-                is_query = (i == 0) | (i == 2 * (CONSUMERS - 1))
+                is_query = (i == 0) | (i == 2 * (SHAPE.consumers - 1))
                 valid = rows + at * _KEYS < row_slots
                 valid = valid & (chosen >= row_lo) & (chosen < row_hi)
                 if is_query:
                     head = rows + gl.where(i == 0, 0, _HEADS)
                     sources = q + (row.to(gl.int64) * q_stride * 8 + head.to(gl.int64) * q_head_stride * 8)
-                    present = head < h
+                    present = head < sizes.h
                 else:
                     key = gl.where(valid, chosen - k_offset, 0)
                     sources = k + key.to(gl.int64) * k_stride * 8
                     present = valid
-                mbarrier.wait(free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # initially all are free
-                copy_columns(main.index(slot), sources, present, 0, MAIN)
-                if TAIL > 0:
-                    copy_columns(tail.index(slot), sources, present, MAIN, TAIL)
+                mbarrier.wait(barriers.free.index(slot), ((item // _SLOTS) & 1) ^ 1)  # initially all are free
+                copy_columns(memory.main.index(slot), sources, present, 0, SHAPE.main)
+                if SHAPE.tail > 0:
+                    copy_columns(memory.tail.index(slot), sources, present, SHAPE.main, SHAPE.tail)
                 if not is_query:
                     last = at + 1 == stop  # indices are loaded one block ahead, which may be the first of the next row
                     chosen = _load_indices(
                         indices, indices_stride,
-                        gl.where(last, next_row, row), gl.where(last, next_first, at + 1), topk, rows,
+                        gl.where(last, next_row, row), gl.where(last, next_first, at + 1), sizes.topk, rows,
                     )  # fmt: skip
                     if waiting[3] >= 0:
-                        _write_sums(
-                            out, sums, summed, block - _SUMS, waiting[3], seen, rows, s_q, topk, CONSUMERS, GROUPS
-                        )
+                        _write_sums(out, memory, barriers, block - _SUMS, waiting[3], seen, rows, sizes, SHAPE)
                     waiting = (row * blocks + at, waiting[0], waiting[1], waiting[2])
                     seen = (seen << 1) | valid.to(gl.int32)
                     at += 1
                     block += 1
                 # Last: that an item is ready also signals that the sums above were read.
-                async_copy.mbarrier_arrive(ready.index(slot), increment_count=False)
+                async_copy.mbarrier_arrive(barriers.ready.index(slot), increment_count=False)
                 item += 1
         else:
-            chosen = _load_indices(indices, indices_stride, next_row, next_first, topk, rows)
+            chosen = _load_indices(indices, indices_stride, next_row, next_first, sizes.topk, rows)
         row, first, end = next_row, next_first, next_end
         row_slots, row_lo, row_hi = next_slots, next_lo, next_hi
     for _ in range(_SUMS):
         if waiting[3] >= 0:
-            _write_sums(out, sums, summed, block - _SUMS, waiting[3], seen, rows, s_q, topk, CONSUMERS, GROUPS)
+            _write_sums(out, memory, barriers, block - _SUMS, waiting[3], seen, rows, sizes, SHAPE)
         waiting = (-1, waiting[0], waiting[1], waiting[2])
         seen = seen << 1
         block += 1
@@ -349,35 +330,35 @@ def _load_indices(indices, stride, row, block, topk, rows):
 
 
 @gluon.jit
-def _write_sums(
-    out, sums, summed, block, where_to, seen, rows, s_q, topk, CONSUMERS: gl.constexpr, GROUPS: gl.constexpr
-):
+def _write_sums(out, memory, barriers, block, where_to, seen, rows, sizes, SHAPE: gl.constexpr):
     """Adds the sums of the warps of the consumers for a block, and writes them where its keys were valid."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])  # its rows are those of the producer
     buffer = block % _SUMS
-    mbarrier.wait(summed.index(buffer), (block // _SUMS) & 1)
+    mbarrier.wait(barriers.summed.index(buffer), (block // _SUMS) & 1)
     valid = ((seen >> (_SUMS - 1)) & 1) == 1
-    blocks = gl.cdiv(topk, _KEYS)
+    blocks = gl.cdiv(sizes.topk, _KEYS)
     row = where_to // blocks
     slot = (where_to - row * blocks) * _KEYS + rows
     total = gl.zeros([_KEYS], gl.float32, COPIED_ROWS)
+    CONSUMERS: gl.constexpr = SHAPE.consumers
     for c in gl.static_range(CONSUMERS):
-        part = sums.index(buffer * CONSUMERS + c).permute((1, 0)).load(layout)
+        part = memory.sums.index(buffer * CONSUMERS + c).permute((1, 0)).load(layout)
         total += gl.convert_layout(gl.sum(part, axis=1), COPIED_ROWS)
-        if GROUPS == 2 or c == CONSUMERS - 1:
-            offset = (row.to(gl.int64) + c * (GROUPS - 1) * s_q) * topk
-            gl.store(out + offset + slot, gl.where(valid, total, 0.0), mask=slot < topk)
+        if SHAPE.groups == 2 or c == CONSUMERS - 1:
+            offset = (row.to(gl.int64) + c * (SHAPE.groups - 1) * sizes.s_q) * sizes.topk
+            gl.store(out + offset + slot, gl.where(valid, total, 0.0), mask=slot < sizes.topk)
             total = gl.zeros([_KEYS], gl.float32, COPIED_ROWS)
 
 
 @gluon.jit
-def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
+def _write_zeros(out, row, first, stop, sizes, SHAPE: gl.constexpr):
     """Writes 0 for blocks without a valid slot."""
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     slots = gl.arange(0, 512, layout)
-    end = gl.minimum(stop * _KEYS, topk)
+    end = gl.minimum(stop * _KEYS, sizes.topk)
+    GROUPS: gl.constexpr = SHAPE.groups
     for g in gl.static_range(GROUPS):
-        start = out + (row.to(gl.int64) + g * s_q) * topk
+        start = out + (row.to(gl.int64) + g * sizes.s_q) * sizes.topk
         for begin in range(first * _KEYS, end, 512):
             gl.store(start + begin + slots, gl.zeros([512], gl.float32, layout), mask=begin + slots < end)
 
@@ -386,34 +367,31 @@ def _write_zeros(out, row, first, stop, s_q, topk, GROUPS: gl.constexpr):
 def _distribution_kernel(
     q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots,
     lse, lse_stride, lse_head_stride, out, s_q, h, topk, k_offset, scale_log2,
-    CONSUMERS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr, GROUPS: gl.constexpr, HANDOVER: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SHAPE: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    main = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, MAIN], swizzled)
+    main = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, SHAPE.main], swizzled)
     tail = main
-    if TAIL > 0:
-        tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, TAIL], swizzled)
-    sums = gl.allocate_shared_memory(gl.float32, [_SUMS * CONSUMERS, 4, _KEYS], plain)
-    ready = new_barriers(_SLOTS, 128)  # every thread of the producer, when its copies have arrived
-    free = new_barriers(_SLOTS, CONSUMERS)
-    summed, turns = new_barriers(_SUMS, CONSUMERS), new_barriers(2, 1)
+    if SHAPE.tail > 0:
+        tail = gl.allocate_shared_memory(q.dtype.element_ty, [_SLOTS, _KEYS, SHAPE.tail], swizzled)
+    memory = Memory(main, tail, gl.allocate_shared_memory(gl.float32, [_SUMS * SHAPE.consumers, 4, _KEYS], plain))
+    barriers = Barriers(
+        ready=new_barriers(_SLOTS, 128),  # every thread of the producer, when its copies have arrived
+        free=new_barriers(_SLOTS, SHAPE.consumers),
+        summed=new_barriers(_SUMS, SHAPE.consumers),
+        turns=new_barriers(2, 1),
+    )
 
-    consumer = (lse, lse_stride, lse_head_stride, slots, main, tail, sums, ready, free, summed, turns,
-                s_q, h, topk, scale_log2)  # fmt: skip
+    sizes = Sizes(s_q, h, topk)
+    consumer = (lse, lse_stride, lse_head_stride, slots, memory, barriers, sizes, scale_log2)
     producer = (q, q_stride, q_head_stride, k, k_stride, indices, indices_stride, lo, hi, slots, out,
-                main, tail, sums, ready, free, summed, s_q, h, topk, k_offset)  # fmt: skip
-    if CONSUMERS == 2:
+                memory, barriers, sizes, k_offset)  # fmt: skip
+    if SHAPE.consumers == 2:
         gl.warp_specialize(
-            [(_consume, (consumer, 0, 2, MAIN, TAIL, HANDOVER)),
-             (_consume, (consumer, 1, 2, MAIN, TAIL, HANDOVER)),
-             (_produce, (producer, 2, MAIN, TAIL, GROUPS))],
+            [(_consume, (consumer, 0, SHAPE)), (_consume, (consumer, 1, SHAPE)), (_produce, (producer, SHAPE))],
             [4, 4], [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
     else:
-        gl.warp_specialize(
-            [(_consume, (consumer, 0, 1, MAIN, TAIL, 0)), (_produce, (producer, 1, MAIN, TAIL, GROUPS))],
-            [4], [PRODUCER_REGISTERS],
-        )  # fmt: skip
-    invalidate_barriers((ready, free, summed, turns))
+        gl.warp_specialize([(_consume, (consumer, 0, SHAPE)), (_produce, (producer, SHAPE))], [4], [PRODUCER_REGISTERS])
+    invalidate_barriers(barriers)

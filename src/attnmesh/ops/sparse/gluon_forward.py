@@ -39,21 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.launch import Launch, cdiv, is_hopper, prepare
+from attnmesh.ops.sparse import gluon_common as common
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-from attnmesh.ops.sparse.gluon_common import (
-    COPIED_ROWS,
-    D_TAIL,
-    D_V,
-    HEADS,
-    KEYS,
-    LOG2_E,
-    RESCALE_THRESHOLD,
-    Results,
-    add_sinks,
-    copy_columns,
-    processors,
-    write_columns,
-)
+from attnmesh.ops.sparse.gluon_common import COPIED_ROWS, D_TAIL, D_V, HEADS, KEYS, LOG2_E, RESCALE_THRESHOLD
 
 _LOG2_E, _RESCALE_THRESHOLD = gl.constexpr(LOG2_E), gl.constexpr(RESCALE_THRESHOLD)
 _HEADS, _KEYS = gl.constexpr(HEADS), gl.constexpr(KEYS)  # two tiles of keys and the queries fill shared memory
@@ -104,7 +92,7 @@ def launch_ranges(
         *(None,) * (3 - len(results)), items, heads, topk, k_offset, scale * LOG2_E,
     )  # fmt: skip
     return prepare(
-        _forward_kernel, (min(items, processors(q)),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
+        _forward_kernel, (min(items, common.processors(q)),), args, (q, k, v, indices, lo, hi, slots, sinks, *results),
         TAILED=d > D_V, NARROW_OUT=results[0].dtype.itemsize == 2, num_warps=4,
     )  # fmt: skip
 
@@ -130,6 +118,8 @@ Barriers = namedtuple(
 )
 # The slots of all rows, and how they are divided into items.
 Work = namedtuple("Work", "slots topk heads items")
+# The row maximum, which lags behind the largest score (see `_weigh`), that, and the sum of weights.
+Sums = namedtuple("Sums", "row_max largest total")
 # 64 heads of a row: the slots are `count`, the pairs are of tiles.
 Item = namedtuple("Item", "row head_begin count pairs")
 
@@ -171,7 +161,7 @@ def _forward_kernel(
     fence_async_shared()
 
     work = Work(slots, topk, heads, items)
-    results = Results(out, lse, top, sinks)
+    results = common.Results(out, lse, top, sinks)
     gl.warp_specialize(
         [(_consume_first, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
          (_consume_second, (memory, barriers, work, results, scale_log2, TAILED, NARROW_OUT)),
@@ -204,6 +194,7 @@ def _produce(
     q, q_row, q_head, k, k_row, indices, indices_row, lo, hi, k_offset, memory, barriers, work, TAILED: gl.constexpr
 ):  # fmt: skip
     """Copies the queries of each item and, pair by pair, the keys of its slots; 0 where a slot is invalid."""
+    ready, room = (barriers.front_ready, barriers.back_ready), (barriers.front_free, barriers.back_free)
     step = 0  # pairs so far, of all items
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
@@ -227,25 +218,17 @@ def _produce(
                 slot = slot + _KEYS
                 key = _keys_of(row_indices, slot, first, item.count)
 
-                if tile == 0 and pair == 0:
-                    copy_columns(memory.q.index(0), q_rows, is_head, 0, _HALF)
-                    async_copy.mbarrier_arrive(barriers.q_ready.index(0), increment_count=False)
-                mbarrier.wait(barriers.front_free.index(tile), free)
-                copy_columns(memory.k.index(2 * tile), rows, valid, 0, _HALF)
-                if TAILED and tile == 1:  # whose weights, over its tail, the first consumer reads
-                    copy_columns(memory.tail.index(1), rows, valid, 2 * _HALF, _TAIL)
-                async_copy.mbarrier_arrive(barriers.front_ready.index(tile), increment_count=False)
-
-                if tile == 0 and pair == 0:
-                    copy_columns(memory.q.index(1), q_rows, is_head, _HALF, _HALF)
-                    if TAILED:
-                        copy_columns(memory.q_tail.index(0), q_rows, is_head, 2 * _HALF, _TAIL)
-                    async_copy.mbarrier_arrive(barriers.q_ready.index(1), increment_count=False)
-                mbarrier.wait(barriers.back_free.index(tile), free)
-                copy_columns(memory.k.index(2 * tile + 1), rows, valid, _HALF, _HALF)
-                if TAILED and tile == 0:
-                    copy_columns(memory.tail.index(0), rows, valid, 2 * _HALF, _TAIL)
-                async_copy.mbarrier_arrive(barriers.back_ready.index(tile), increment_count=False)
+                for half in gl.static_range(2):
+                    if tile == 0 and pair == 0:
+                        common.copy_columns(memory.q.index(half), q_rows, is_head, half * _HALF, _HALF)
+                        if TAILED and half == 1:
+                            common.copy_columns(memory.q_tail.index(0), q_rows, is_head, 2 * _HALF, _TAIL)
+                        async_copy.mbarrier_arrive(barriers.q_ready.index(half), increment_count=False)
+                    mbarrier.wait(room[half].index(tile), free)
+                    common.copy_columns(memory.k.index(2 * tile + half), rows, valid, half * _HALF, _HALF)
+                    if TAILED and half != tile:  # the first consumer reads the weights of the second tile over its tail
+                        common.copy_columns(memory.tail.index(tile), rows, valid, 2 * _HALF, _TAIL)
+                    async_copy.mbarrier_arrive(ready[half].index(tile), increment_count=False)
                 bias = gl.where(valid, 0.0, float("-inf"))
                 memory.bias.index(tile).store(bias)
                 seen = gl.maximum(seen, bias)
@@ -278,50 +261,43 @@ def _consume_first(memory, barriers, work, results, scale_log2, TAILED: gl.const
     result = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE).to(results.out.dtype.element_ty)
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
-        scores = _score_front(memory, barriers, step, done, 0)
-        scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+        scores = _score(None, memory, barriers, step, done, 0, 0, TAILED)
+        scores = _score(scores, memory, barriers, step, done, 0, 1, TAILED)
         mbarrier.arrive(barriers.scored.index(0), count=1)
         # The results of the item before are written while the first scores of this one are computed.
         _write(result, results, before, gl.where(done > 0, work.heads, 0), work.heads, 0, NARROW_OUT)
         before = item
-        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
-        largest = row_max  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        nothing = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
+        sums = Sums(nothing, nothing, gl.full([_HEADS], 0.0, gl.float32, _DOWN))
         out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for _pair in range(item.pairs - 1):
             scores = warpgroup_mma_wait(0, [scores])
-            out, row_max, total, largest = _add_front(
-                scores, out, row_max, total, largest, memory, barriers, step, scale_log2, results.top is not None
-            )
+            out, sums = _add_front(scores, out, sums, memory, barriers, step, scale_log2, results.top is not None)
             # The next scores begin behind this product.
             step += 1
-            scores = _score_front(memory, barriers, step, done, 0)
+            scores = _score(None, memory, barriers, step, done, 0, 0, TAILED)
             out = warpgroup_mma_wait(1, [out])
             mbarrier.arrive(barriers.front_free.index(1), count=1)
-            scores = _score_back(scores, memory, barriers, step, done, 0, TAILED)
+            scores = _score(scores, memory, barriers, step, done, 0, 1, TAILED)
             mbarrier.arrive(barriers.scored.index(0), count=1)
 
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(barriers.q_free.index(0), count=1)
-        out, row_max, total, largest = _add_front(
-            scores, out, row_max, total, largest, memory, barriers, step, scale_log2, results.top is not None
-        )
+        out, sums = _add_front(scores, out, sums, memory, barriers, step, scale_log2, results.top is not None)
         step += 1
         out = warpgroup_mma_wait(0, [out])
         mbarrier.arrive(barriers.front_free.index(1), count=1)
-        result = _epilogue(out, row_max, total, largest, memory, barriers, results, item, work.heads, done, 0)
+        result = _epilogue(out, sums, memory, barriers, results, item, work.heads, done, 0)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
     _write(result, results, before, work.heads, work.heads, 0, NARROW_OUT)
 
 
 @gluon.jit
-def _add_front(scores, out, row_max, total, largest, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
+def _add_front(scores, out, sums, memory, barriers, step, scale_log2, LARGEST: gl.constexpr):
     """The sums with a pair, given the scores of its first tile. The product of the second is still under way."""
     turn = step & 1
     zero = _zero(step)
-    weights, row_max, rescale, lowest, total, largest = _weigh(
-        scores, memory, barriers, 0, row_max, total, largest, scale_log2, LARGEST
-    )
+    weights, rescale, lowest, sums = _weigh(scores, memory, barriers, 0, sums, scale_log2, LARGEST)
     out = _rescale(out, rescale, lowest)
     out = warpgroup_mma(weights, memory.k.index(0 + zero), out, is_async=True)
     out = warpgroup_mma_wait(0, [out])
@@ -333,7 +309,7 @@ def _add_front(scores, out, row_max, total, largest, memory, barriers, step, sca
     out = _rescale(out, rescale, _lowest(memory, 1))
     mbarrier.wait(barriers.weights_ready.index(1), turn)
     out = warpgroup_mma(memory.tail.index(1 + zero), memory.k.index(2 + zero), out, is_async=True)
-    return out, row_max, total * rescale, largest
+    return out, Sums(row_max, sums.largest, sums.total * rescale)
 
 
 @gluon.jit
@@ -343,23 +319,22 @@ def _consume_second(memory, barriers, work, results, scale_log2, TAILED: gl.cons
     done = 0  # items so far
     for number in range(gl.program_id(0), work.items, gl.num_programs(0)):
         item = _item(number, work)
-        row_max = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
-        largest = row_max  # which lags behind it (see `_weigh`)
-        total = gl.full([_HEADS], 0.0, gl.float32, _DOWN)
+        nothing = gl.full([_HEADS], float("-inf"), gl.float32, _DOWN)
+        sums = Sums(nothing, nothing, gl.full([_HEADS], 0.0, gl.float32, _DOWN))
         out = gl.zeros([_HEADS, _HALF], gl.float32, _WIDE)
         for pair in range(item.pairs):
             turn = step & 1
             zero = _zero(step)
             # Behind the scores of the first tile, whose weights this consumer needs as well.
             mbarrier.wait(barriers.scored.index(0), turn)
-            scores = _score_front(memory, barriers, step, done, 1)
-            scores = _score_back(scores, memory, barriers, step, done, 1, TAILED)
+            scores = _score(None, memory, barriers, step, done, 1, 0, TAILED)
+            scores = _score(scores, memory, barriers, step, done, 1, 1, TAILED)
             step += 1
             mbarrier.wait(barriers.max_ready.index(0), turn)
             row_max = memory.row_max.index(0).load(_DOWN)
             rescale = memory.rescale.index(0).load(_DOWN)
             lowest = _lowest(memory, 0)
-            total = total * rescale
+            sums = Sums(row_max, sums.largest, sums.total * rescale)
             # No product may be under way where the sums are rescaled: the compiler would make all of them wait.
             scores = warpgroup_mma_wait(0, [scores])
             out = _rescale(out, rescale, lowest)
@@ -367,8 +342,8 @@ def _consume_second(memory, barriers, work, results, scale_log2, TAILED: gl.cons
             # The first tile is added while the scores of the second are exponentiated.
             out = warpgroup_mma(memory.tail.index(0 + zero), memory.k.index(1 + zero), out, is_async=True)
             mbarrier.arrive(barriers.q_free.index(0), count=1, pred=pair + 1 == item.pairs)
-            weights, row_max, rescale, lowest, total, largest = _weigh(
-                scores, memory, barriers, 1, row_max, total, largest, scale_log2, results.top is not None
+            weights, rescale, lowest, sums = _weigh(
+                scores, memory, barriers, 1, sums, scale_log2, results.top is not None
             )
             out = warpgroup_mma_wait(0, [out])
             mbarrier.arrive(barriers.back_free.index(0), count=1)
@@ -377,7 +352,7 @@ def _consume_second(memory, barriers, work, results, scale_log2, TAILED: gl.cons
             out = warpgroup_mma_wait(0, [out])
             mbarrier.arrive(barriers.back_free.index(1), count=1)
 
-        result = _epilogue(out, row_max, total, largest, memory, barriers, results, item, work.heads, done, 1)
+        result = _epilogue(out, sums, memory, barriers, results, item, work.heads, done, 1)
         _write(result, results, item, work.heads, work.heads, 1, NARROW_OUT)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
@@ -389,47 +364,36 @@ def _zero(step):
 
 
 @gluon.jit
-def _score_front(memory, barriers, step, done, TILE: gl.constexpr):
-    """Starts the scores of a tile with the front half of the columns."""
-    scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
-    zero = _zero(step)
-    mbarrier.wait(barriers.q_ready.index(0), done & 1)
-    mbarrier.wait(barriers.front_ready.index(TILE), step & 1)
+def _score(scores, memory, barriers, step, done, TILE: gl.constexpr, HALF: gl.constexpr, TAILED: gl.constexpr):
+    """Starts the scores of a tile with the front half of the columns, or goes on with the back half and the tail."""
+    if HALF == 0:
+        scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
+    zero, ready = _zero(step), (barriers.front_ready, barriers.back_ready)
+    mbarrier.wait(barriers.q_ready.index(HALF), done & 1)
+    mbarrier.wait(ready[HALF].index(TILE), step & 1)
     fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-    keys = memory.k.index(2 * TILE + zero).permute([1, 0])
-    return warpgroup_mma(memory.q.index(0 + zero), keys, scores, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _score_back(scores, memory, barriers, step, done, TILE: gl.constexpr, TAILED: gl.constexpr):
-    """Continues the scores of a tile with the back half of the columns and the tail."""
-    zero = _zero(step)
-    mbarrier.wait(barriers.q_ready.index(1), done & 1)
-    mbarrier.wait(barriers.back_ready.index(TILE), step & 1)
-    fence_async_shared()
-    keys = memory.k.index(2 * TILE + 1 + zero).permute([1, 0])
-    scores = warpgroup_mma(memory.q.index(1 + zero), keys, scores, is_async=True)
-    if TAILED:
+    keys = memory.k.index(2 * TILE + HALF + zero).permute([1, 0])
+    scores = warpgroup_mma(memory.q.index(HALF + zero), keys, scores, use_acc=HALF > 0, is_async=True)
+    if TAILED and HALF == 1:
         tail = memory.tail.index(TILE + zero).permute([1, 0])
         scores = warpgroup_mma(memory.q_tail.index(zero), tail, scores, is_async=True)
     return scores
 
 
 @gluon.jit
-def _weigh(scores, memory, barriers, TILE: gl.constexpr, row_max, total, largest, scale_log2, LARGEST: gl.constexpr):
-    """Writes the weights of a tile, its row maximum and rescale factor; returns them, the new sum and largest score.
+def _weigh(scores, memory, barriers, TILE: gl.constexpr, sums, scale_log2, LARGEST: gl.constexpr):
+    """Writes the weights of a tile, its row maximum and rescale factor; returns weights, factor and the new sums.
 
     The row maximum, in base 2, lags behind the scores by up to RESCALE_THRESHOLD: sums are rarely rescaled.
     """
     bias = memory.bias.index(TILE).load(gl.SliceLayout(0, _GRID))
     scores = scores * scale_log2 + bias[None, :]
     highest = gl.max(scores, 1)
-    if LARGEST:
-        largest = gl.maximum(largest, highest)
-    new_max = gl.where(highest > row_max + _RESCALE_THRESHOLD, highest, row_max)
+    largest = gl.maximum(sums.largest, highest) if LARGEST else sums.largest
+    new_max = gl.where(highest > sums.row_max + _RESCALE_THRESHOLD, highest, sums.row_max)
     # No valid key yet, or scores of -inf: subtract 0, because -inf - -inf is NaN.
     shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = gl.exp2(row_max - shift)
+    rescale = gl.exp2(sums.row_max - shift)
     memory.row_max.index(TILE).store(new_max)
     memory.rescale.index(TILE).store(rescale)
     # Arriving also synchronizes the warps of this group: none writes weights over the tail of the keys while another
@@ -442,7 +406,7 @@ def _weigh(scores, memory, barriers, TILE: gl.constexpr, row_max, total, largest
     fence_async_shared()
     mbarrier.arrive(barriers.weights_ready.index(TILE), count=1)
     held = gl.convert_layout(narrow, gl.DotOperandLayout(0, _WIDE, 2))
-    return held, new_max, rescale, lowest, total * rescale + gl.sum(weights, 1), largest
+    return held, rescale, lowest, Sums(new_max, largest, sums.total * rescale + gl.sum(weights, 1))
 
 
 @gluon.jit
@@ -461,8 +425,9 @@ def _rescale(out, rescale, lowest):
 
 
 @gluon.jit
-def _epilogue(out, row_max, total, largest, memory, barriers, results, item, heads, done, PART: gl.constexpr):
+def _epilogue(out, sums, memory, barriers, results, item, heads, done, PART: gl.constexpr):
     """Half of the columns of the result, with the sums of both consumers and the sinks; writes the log-sum-exp."""
+    row_max, largest, total = sums
     seen = gl.max(memory.seen.index(done % 2).load(_EVERY_WARP), 0)  # before the wait, which hides it
     # Alternating between two buffers: a consumer is at most one item ahead of the other.
     buffer = 2 * (done % 2)
@@ -480,7 +445,7 @@ def _epilogue(out, row_max, total, largest, memory, barriers, results, item, hea
     is_head = head < heads
     kept = 1.0
     if results.sinks is not None:
-        row_max, total, kept = add_sinks(results.sinks, head, is_head, row_max, total)
+        row_max, total, kept = common.add_sinks(results.sinks, head, is_head, row_max, total)
     # A row without a valid slot has total 0 and maximum -inf: out 0 * 1, lse -inf + -inf.
     inv_sum = gl.convert_layout(kept / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, _WIDE))
     if PART == 1:
@@ -496,4 +461,4 @@ def _epilogue(out, row_max, total, largest, memory, barriers, results, item, hea
 def _write(result, results, item, end, heads, PART: gl.constexpr, NARROW: gl.constexpr):
     """Writes half of the columns of the results of the heads before `end`."""
     out_row = results.out + item.row * heads * (2 * _HALF)
-    write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, _WIDE)
+    common.write_columns(out_row, result, PART * _HALF, item.head_begin, end, NARROW, _WIDE)

@@ -30,16 +30,7 @@ from attnmesh.ops.decode.gluon_common import group_barrier
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.launch import is_hopper
-from attnmesh.ops.sparse.gluon_paged_select import (
-    MIN_BLOCK,
-    PART_WARPS,
-    PARTS,
-    WARPS,
-    bound,
-    gather_kernel,
-    select_kernel,
-    selection,
-)
+from attnmesh.ops.sparse import gluon_paged_select as select
 from attnmesh.ops.sparse.gluon_topk import KEYS, final_score, score_layout
 from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, head_tile
 from attnmesh.ops.storage import Quantized
@@ -56,23 +47,6 @@ _BYTES = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
     [], [KEYS, WIDTH],
 ))  # fmt: skip
-
-
-# The kernels of all launches are one module to their launcher.
-__all__ = [
-    "MIN_BLOCK",
-    "PARTS",
-    "PART_WARPS",
-    "SPAN",
-    "WARPS",
-    "gather_kernel",
-    "pool_descriptor",
-    "score_kernel",
-    "select_kernel",
-    "selection",
-    "shape_of",
-    "supports",
-]
 
 
 class Shape(NamedTuple):
@@ -197,7 +171,7 @@ def score_kernel(
     group, item = gl.program_id(0) // items, gl.program_id(0) % items
     row = (first_group + group) * ROWS
     rows = gl.arange(0, ROWS, layout=of_row)
-    lows, highs = bound(lo + row + rows), gl.minimum(bound(hi + row + rows), s_kv)
+    lows, highs = select.bound(lo + row + rows), gl.minimum(select.bound(hi + row + rows), s_kv)
     if not SHAPE.many:  # while bounds and blocks are waited for, whatever they are
         found = _load_queries(iq, iq_strides, row, heads, SHAPE)
         weights = _load_weights(w, w_strides, row, heads, SHAPE)
@@ -208,6 +182,7 @@ def score_kernel(
     out = buffer + group.to(gl.int64) * ROWS * row_size + rows.to(gl.int64) * row_size
     best = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)
     other = gl.full([_KEYS, ROWS], float("-inf"), gl.float32, SHAPE.layout)  # not `best`: Triton would not carry it
+    highest = best, other
     worst = (begin * 0).to(gl.int64)
     if begin < end:
         table_row = table + (row // tokens).to(gl.int64) * table_strides[0]
@@ -226,21 +201,19 @@ def score_kernel(
             first = (blocks[0], blocks[1], blocks[_STAGES], _factors(keys, blocks[0], begin, SHAPE))
         results = Rows(out, summary + maxima, lows, highs, scale)
         if iq.dtype.element_ty == gl.float16 or not SHAPE.narrow:
-            _write_queries(queries, found)
-            worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
+            worst, highest = _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE)
         else:
             narrow, less, is_same = _narrowed(found, weights)
             if is_same:
                 as_fp16 = queries._reinterpret(gl.float16, [COLUMNS, _WIDTH], rowwise)
-                _write_queries(as_fp16, narrow)
-                worst, best, other = _score(keys, first, memory, ready, as_fp16, less, results, best, other, SHAPE)
+                worst, highest = _score(keys, first, memory, ready, as_fp16, narrow, less, results, highest, SHAPE)
             else:
-                _write_queries(queries, found)
-                worst, best, other = _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE)
+                worst, highest = _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE)
         if worst != 0:
             gl.store(errors + 1 + (row // tokens).to(gl.int64), worst)
             gl.store(errors, (begin * 0 + 1).to(gl.int64))
     gl.store(faults + gl.program_id(0), gl.where(worst != 0, 1, 0))
+    best, other = highest
     if SHAPE.groups > 0:
         of_program = out + (summary + item * SHAPE.groups)
         if SHAPE.groups < _KEYS:  # keys that are far apart in a tile share a maximum
@@ -258,11 +231,16 @@ def score_kernel(
 
 
 @gluon.jit
-def _score(keys, first, memory, ready, queries, weights, results, best, other, SHAPE: gl.constexpr):
+def _score(keys, first, memory, ready, queries, found, weights, results, highest, SHAPE: gl.constexpr):
     """Writes the scores of a program's tiles. Returns a word for a fault, and the maxima of groups of keys.
 
-    `first` has what was loaded for the first tiles, or is None.
+    `first` has what was loaded for the first tiles, or is None; `found` are the queries, which are written to `queries`
+    as an operand.
     """
+    queries.store(gl.convert_layout(_paired(found), _ROWWISE))
+    fence_async_shared()
+    group_barrier()
+    best, other = highest
     ROWS: gl.constexpr = SHAPE.rows
     COLUMNS: gl.constexpr = SHAPE.rows * SHAPE.heads
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
@@ -314,7 +292,7 @@ def _score(keys, first, memory, ready, queries, weights, results, best, other, S
             )
         block, later, ahead, factor = later, next_later, next_ahead, next_factor
         step += 1
-    return worst, best, other
+    return worst, (best, other)
 
 
 @gluon.jit
@@ -365,11 +343,3 @@ def _narrowed(queries, weights):
 def _paired(x):
     """Columns in the order that makes pairs of `_BYTES`; sums stay equal: one instruction adds the 16 that move."""
     return x.reshape([x.shape[0], _WIDTH // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([x.shape[0], _WIDTH])
-
-
-@gluon.jit
-def _write_queries(memory, queries):
-    """Writes queries to shared memory as an operand."""
-    memory.store(gl.convert_layout(_paired(queries), _ROWWISE))
-    fence_async_shared()
-    group_barrier()

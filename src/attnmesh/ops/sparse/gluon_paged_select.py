@@ -95,15 +95,9 @@ def _load(values, firsts, there, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _of_warps(taken):
-    """The sums of the parts of a tile that warps have."""
-    return gl.sum(gl.sum(gl.sum(taken, 3), 1), 1).to(gl.int32)
-
-
-@gluon.jit
 def _count(taken, memory, SHAPE: gl.constexpr):
     """The sum of a tile. Consecutive calls need different `memory`: one barrier is enough then."""
-    memory.store(_of_warps(taken))
+    memory.store(gl.sum(gl.sum(gl.sum(taken, 3), 1), 1).to(gl.int32))  # those of each warp
     group_barrier()
     return gl.sum(memory.load(gl.SliceLayout(0, SHAPE.pairs)), 0).to(gl.int32)
 

@@ -218,10 +218,7 @@ def _read(memory, barriers, count, WARPS: gl.constexpr):
     mbarrier.wait(barriers.planned.index(count % 2), count // 2 & 1)
     values = memory.records.index(count % 2).load(layout)
     field = gl.arange(0, _RECORD, layout=layout)
-    return (
-        gl.sum(gl.where(field == 0, values, 0), 0), gl.sum(gl.where(field == 1, values, 0), 0),
-        gl.sum(gl.where(field == 2, values, 0), 0), gl.sum(gl.where(field == 3, values, 0), 0),
-    )  # fmt: skip
+    return [gl.sum(gl.where(field == i, values, 0), 0) for i in (0, 1, 2, 3)]
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnmesh.ops.dense.triton_backward import delta
 from attnmesh.ops.launch import Launch, Recent, cdiv, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import RowBounds, SparseCall
-from attnmesh.ops.sparse.triton_indexer import valid_keys
+from attnmesh.ops.sparse.triton_bounds import valid_keys
 
 _MAX_COLUMNS = 1024  # per program
 _IN_FLIGHT = tl.constexpr(8)  # loads issued before the first is added
@@ -114,15 +114,15 @@ def grad_query(call: SparseCall, rows: range, grad_scores: Tensor, dq: Tensor, t
     """Writes dq of some rows from ds."""
     k, indices, (lo, hi, slots, k_offset) = call.k, call.indices, call.bounds
     (_, heads, width), (_, padded_heads, padded_slots) = dq.shape, grad_scores.shape
-    parts = _parts(width, tiles.columns)
+    parts, main, extra = _parts(width, tiles.columns)
     repeat(
-        _launches, grad_query_kernel, (len(rows) * (padded_heads // tiles.heads) * parts.number,),
+        _launches, grad_query_kernel, (len(rows) * (padded_heads // tiles.heads) * parts,),
         (
             grad_scores, k, k.stride(0), indices, indices.stride(0), lo, hi, slots, dq, dq.stride()[:2],
             rows.start, padded_slots, k_offset, call.scale,
         ),
         D=width, H=heads, PADDED_HEADS=padded_heads, HEADS=tiles.heads, KEYS=tiles.keys,
-        PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra, num_warps=tiles.warps, num_stages=tiles.stages,
+        PARTS=parts, MAIN=main, EXTRA=extra, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -135,36 +135,31 @@ def grad_key(
     left, right = product
     left_v, right_v = second or (None, right)
     _, padded_heads, padded_slots = left.shape
-    parts = _parts(width, tiles.columns)
+    parts, main, extra = _parts(width, tiles.columns)
     repeat(
-        _launches, grad_key_kernel, (len(rows) * parts.number,),
+        _launches, grad_key_kernel, (len(rows) * parts,),
         (
             left, right, right.stride()[:2], left_v, right_v, right_v.stride()[:2], indices, indices.stride(0),
             lo, hi, slots, into, into.stride(0), rows.start, padded_slots, k_offset, indices.shape[1], scale,
         ),
         WIDTH=width, WIDTH_V=right_v.shape[2], H=right.shape[1], PADDED_HEADS=padded_heads,
-        HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts.number, MAIN=parts.main, EXTRA=parts.extra,
+        HEADS=tiles.heads, KEYS=tiles.keys, PARTS=parts, MAIN=main, EXTRA=extra,
         ATOMIC=atomic, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
-class _Parts(NamedTuple):
-    """Columns split into `number` parts: each has `main` of the first number * main columns and `extra` of the rest."""
+def _parts(width: int, most: int) -> tuple[int, int, int]:
+    """PARTS, MAIN and EXTRA: each part of the columns has MAIN of the first PARTS * MAIN, and EXTRA of the rest.
 
-    number: int
-    main: int
-    extra: int
-
-
-def _parts(width: int, most: int) -> _Parts:
-    """Parts whose `main` is at most `most` and `extra` at most half of it: 576 = 4 * (128 + 16)."""
+    MAIN is at most `most`, and EXTRA at most half of it: 576 = 4 * (128 + 16).
+    """
     main = max(16, min(most, next_power_of_2(width)))
     while True:
         number = max(1, width // main)
         rest = max(0, width - number * main)
         extra = max(16, next_power_of_2(-(-rest // number))) if rest else 0
         if main == 16 or (width >= main and extra <= main // 2):
-            return _Parts(number, main, extra)
+            return number, main, extra
         main //= 2
 
 

@@ -1,4 +1,7 @@
-"""The bounds of a `SparseMask` in one launch: torch would compute them in nine to sixteen operations."""
+"""The bounds of a `SparseMask` in one launch, and the keys that they make valid.
+
+Torch would compute the bounds in nine to sixteen operations.
+"""
 
 import torch
 import triton
@@ -68,3 +71,13 @@ def _per_row(given, stride, row, s_q, default):
         return tl.zeros_like(row).to(tl.int64) + default
     else:  # noqa: RET505, a constant condition
         return tl.load(given + row.to(tl.int64) * stride, mask=row < s_q, other=0).to(tl.int64)
+
+
+@triton.jit
+def valid_keys(indices, j, limit, lo, hi, k_offset):
+    """Whether slots j of a row are valid, and the rows of their keys, else row 0. Without indices, slot j is key j."""
+    index = j
+    if indices is not None:
+        index = tl.load(indices + j, mask=j < limit, other=0)
+    valid = (j < limit) & (index >= lo) & (index < hi)
+    return valid, tl.where(valid, index - k_offset, 0).to(tl.int64)

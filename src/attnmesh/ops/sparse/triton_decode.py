@@ -7,6 +7,7 @@ Tiles follow fixed rules, so results do not depend on timings; tests/ops/sparse/
 that they fit sm_90.
 """
 
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ _GATHERED = 32  # slots that a program dequantizes
 _MERGED_HEADS = 4
 _NOT_SPECIALIZED = ["tokens", "topk", "num_blocks", "table_width", "heads", "span", "splits", "scale_log2"]
 _launches: Recent[Launch] = Recent()
+# The features of values or, if not quantized, of all; the widths of the two column tiles of a key, the first feature of
+# the second, and how many it has; keys per block.
+Sizes = namedtuple("Sizes", "d main tail tail_begin tail_width block_size quantized")
+Pool = namedtuple("Pool", "latents strides scales scale_strides rope rope_strides")
 
 
 def locate(keys: PagedKeys, indices: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -73,14 +78,15 @@ def attend(
 ) -> None:  # fmt: skip
     """Out, lse and largest scores of tokens, or of `parts` of `span` slots each, without sinks."""
     (batch, tokens, heads, _), sizes = call.q.shape, _pool_sizes(call.keys)
+    value_tail = sizes.tail if not sizes.quantized and call.d_v > sizes.main else 0
     repeat(
         _launches, _attend_kernel, (batch * tokens * splits * cdiv(heads, tiles.heads),),
         (
             call.q, call.q.stride()[:3], *_pool_arguments(call.keys), slots, lengths, sinks, *results,
             *(parts or (None, None, None)), tokens, heads, call.indices.shape[2], span, splits, call.scale * LOG2_E,
         ),
-        **sizes, D_V=call.d_v, VALUE_TAIL=sizes["TAIL"] if not sizes["REST"] and call.d_v > sizes["MAIN"] else 0,
-        HEADS=tiles.heads, KEYS=tiles.keys, num_warps=tiles.warps, num_stages=tiles.stages,
+        SIZES=sizes, D_V=call.d_v, VALUE_TAIL=value_tail, HEADS=tiles.heads, KEYS=tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -104,7 +110,7 @@ def gather(keys: PagedKeys, slots: Tensor, lengths: Tensor, target: Tensor) -> N
     repeat(
         _launches, _gather_kernel, (rows, cdiv(topk, _GATHERED)),
         (*_pool_arguments(keys), slots, slots.stride(0), lengths, target, target.stride(0), topk),
-        **_pool_sizes(keys), KEYS=_GATHERED, num_warps=4,
+        SIZES=_pool_sizes(keys), KEYS=_GATHERED, num_warps=4,
     )  # fmt: skip
 
 
@@ -120,16 +126,15 @@ def _pool_arguments(keys: PagedKeys) -> tuple[Any, ...]:
     return values, values.stride()[:2], scales, scale_strides, rope, rope_strides
 
 
-def _pool_sizes(keys: PagedKeys) -> dict[str, int]:
-    """The features of values and of the rope part, and the widths of the two column tiles of a key."""
+def _pool_sizes(keys: PagedKeys) -> Sizes:
+    """The sizes of a pool."""
     if isinstance(keys.pool, Quantized):
         assert keys.pool.rope is not None
         width, rest = keys.pool.values.shape[-1], keys.pool.rope.shape[-1]
         main, tail = next_power_of_2(width), max(16, next_power_of_2(rest))
-    else:
-        width, rest = keys.width, 0
-        main, tail = blocks_of(width)
-    return {"D": width, "REST": rest, "MAIN": main, "TAIL": tail, "BLOCK_SIZE": keys.block_size}
+        return Sizes(width, main, tail, width, rest, keys.block_size, True)
+    main, tail = blocks_of(keys.width)
+    return Sizes(keys.width, main, tail, main, keys.width - main, keys.block_size, False)
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -187,97 +192,94 @@ def _locate_kernel(
 
 
 @triton.jit
-def _fetch(
-    pool, strides, scales, scale_strides, rope, rope_strides, slot, valid,
-    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+def _fetch(pool, slot, valid, SIZES: tl.constexpr):
     """The codes [KEYS, MAIN], scales and rope part of the fp8_ds_mla keys in some slots; 0 where not valid."""
-    block = (slot // BLOCK_SIZE).to(tl.int64)
-    offset = (slot % BLOCK_SIZE).to(tl.int64)
+    block, offset = (slot // SIZES.block_size).to(tl.int64), (slot % SIZES.block_size).to(tl.int64)
     there = valid[:, None]
-    main = tl.arange(0, MAIN)[None, :]
-    codes = tl.load(pool + (block * strides[0] + offset * strides[1])[:, None] + main, mask=there & (main < D), other=0)
-    group = tl.arange(0, MAIN // _GROUP)[None, :]
-    scale_rows = scales + (block * scale_strides[0] + offset * scale_strides[1])[:, None]
-    steps = tl.load(scale_rows + group * scale_strides[2], mask=there & (group < D // _GROUP), other=0.0)
-    tail = tl.arange(0, TAIL)[None, :]
-    rope_rows = rope + (block * rope_strides[0] + offset * rope_strides[1])[:, None]
-    rest = tl.load(rope_rows + tail, mask=there & (tail < REST), other=0.0)
-    return codes, steps, rest
+    main = tl.arange(0, SIZES.main)[None, :]
+    rows = pool.latents + (block * pool.strides[0] + offset * pool.strides[1])[:, None]
+    codes = tl.load(rows + main, mask=there & (main < SIZES.d), other=0)
+    group = tl.arange(0, SIZES.main // _GROUP)[None, :]
+    scale_rows = pool.scales + (block * pool.scale_strides[0] + offset * pool.scale_strides[1])[:, None]
+    steps = tl.load(scale_rows + group * pool.scale_strides[2], mask=there & (group < SIZES.d // _GROUP), other=0.0)
+    tail = tl.arange(0, SIZES.tail)[None, :]
+    rope_rows = pool.rope + (block * pool.rope_strides[0] + offset * pool.rope_strides[1])[:, None]
+    return codes, steps, tl.load(rope_rows + tail, mask=there & (tail < SIZES.tail_width), other=0.0)
 
 
 @triton.jit
-def _dequantize(codes, steps, DTYPE: tl.constexpr, MAIN: tl.constexpr, KEYS: tl.constexpr):
+def _dequantize(codes, steps, DTYPE: tl.constexpr):
     """The values of codes [KEYS, MAIN], rounded once."""
-    wide = tl.reshape(codes, (KEYS, MAIN // _GROUP, _GROUP)).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return tl.reshape((wide.to(tl.float32) * steps[:, :, None]).to(DTYPE), (KEYS, MAIN))
+    wide = tl.reshape(codes, (codes.shape[0], codes.shape[1] // _GROUP, _GROUP)).to(tl.float8e4nv, bitcast=True)
+    return tl.reshape((wide.to(tl.float16).to(tl.float32) * steps[:, :, None]).to(DTYPE), codes.shape)
 
 
 @triton.jit
-def _load_plain(
-    pool, strides, slot, valid, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr
-):
+def _load_plain(pool, slot, valid, SIZES: tl.constexpr):
     """The plain keys in some slots as two tiles, [KEYS, MAIN] and [KEYS, TAIL]; 0 where not valid."""
-    block = (slot // BLOCK_SIZE).to(tl.int64)
-    offset = (slot % BLOCK_SIZE).to(tl.int64)
-    rows = pool + (block * strides[0] + offset * strides[1])[:, None]
-    main = tl.arange(0, MAIN)[None, :]
-    k_main = tl.load(rows + main, mask=valid[:, None] & (main < D), other=0.0)
+    block, offset = (slot // SIZES.block_size).to(tl.int64), (slot % SIZES.block_size).to(tl.int64)
+    rows = pool.latents + (block * pool.strides[0] + offset * pool.strides[1])[:, None]
+    main = tl.arange(0, SIZES.main)[None, :]
+    k_main = tl.load(rows + main, mask=valid[:, None] & (main < SIZES.d), other=0.0)
     k_tail = k_main
-    if TAIL > 0:
-        tail = MAIN + tl.arange(0, TAIL)[None, :]
-        k_tail = tl.load(rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
+    if SIZES.tail > 0:
+        tail = SIZES.main + tl.arange(0, SIZES.tail)[None, :]
+        k_tail = tl.load(rows + tail, mask=valid[:, None] & (tail < SIZES.d), other=0.0)
     return k_main, k_tail
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _gather_kernel(
     pool, strides, scales, scale_strides, rope, rope_strides, slots, slots_row, lengths, target, target_row, topk,
-    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    SIZES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """KEYS slots of one token; those past its length are not written."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     valid = j < tl.load(lengths + row)
     slot = tl.load(slots + row * slots_row + j, mask=valid, other=0)
-    if REST > 0:
-        codes, steps, k_tail = _fetch(
-            pool, strides, scales, scale_strides, rope, rope_strides, slot, valid, D, REST, MAIN, TAIL, BLOCK_SIZE
-        )  # fmt: skip
-        k_main = _dequantize(codes, steps, target.dtype.element_ty, MAIN, KEYS)
+    source = Pool(pool, strides, scales, scale_strides, rope, rope_strides)
+    if SIZES.quantized:
+        codes, steps, k_tail = _fetch(source, slot, valid, SIZES)
+        k_main = _dequantize(codes, steps, target.dtype.element_ty)
     else:
-        k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
+        k_main, k_tail = _load_plain(source, slot, valid, SIZES)
     rows = target + (row * topk + j)[:, None] * target_row
-    main = tl.arange(0, MAIN)[None, :]
-    tl.store(rows + main, k_main, mask=valid[:, None] & (main < D))
-    if TAIL > 0:
-        tail = tl.arange(0, TAIL)[None, :]
-        BEGIN: tl.constexpr = D if REST > 0 else MAIN
-        LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
-        tl.store(rows + BEGIN + tail, k_tail.to(target.dtype.element_ty), mask=valid[:, None] & (tail < LIMIT))
+    main = tl.arange(0, SIZES.main)[None, :]
+    tl.store(rows + main, k_main, mask=valid[:, None] & (main < SIZES.d))
+    if SIZES.tail > 0:
+        tail = tl.arange(0, SIZES.tail)[None, :]
+        there = valid[:, None] & (tail < SIZES.tail_width)
+        tl.store(rows + SIZES.tail_begin + tail, k_tail.to(target.dtype.element_ty), mask=there)
 
 
 @triton.jit
-def _add_sink(lse, sinks, head, real):
-    """The lse (base 2) with the sinks of the heads, and the weight of what it was without them."""
-    sink = tl.load(sinks + head, mask=real, other=float("-inf")).to(tl.float32) * _LOG2_E
-    most = tl.maximum(lse, sink)
-    shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
-    both = shift + tl.log2(tl.exp2(lse - shift) + tl.exp2(sink - shift))
-    infinite = most == float("inf")
-    both = tl.where(infinite, most, tl.where(most == float("-inf"), most, both))
-    half = tl.where(sink == float("inf"), tl.where(lse == float("inf"), 0.5, 0.0), 1.0)
-    weight = tl.where(infinite, half, tl.exp2(lse - tl.where(most == float("-inf"), 0.0, both)))
-    return both, weight
+def _finish(log_sum, largest, inv_sum, length, sinks, lse, top, row, head, heads):
+    """Writes the lse and largest scores of a token; returns the factor of its sums. All are NaN after a fault."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=head < heads, other=float("-inf")).to(tl.float32) * _LOG2_E
+        most = tl.maximum(log_sum, sink)
+        shift = tl.where(tl.abs(most) == float("inf"), 0.0, most)
+        both = shift + tl.log2(tl.exp2(log_sum - shift) + tl.exp2(sink - shift))
+        infinite = most == float("inf")
+        both = tl.where(infinite, most, tl.where(most == float("-inf"), most, both))
+        half = tl.where(sink == float("inf"), tl.where(log_sum == float("inf"), 0.5, 0.0), 1.0)
+        # The weight of the sums without the sinks.
+        inv_sum *= tl.where(infinite, half, tl.exp2(log_sum - tl.where(most == float("-inf"), 0.0, both)))
+        log_sum = both
+    spoiled = tl.where(length < 0, float("nan"), 0.0)
+    inv_sum += spoiled
+    at = row * heads + head
+    tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=head < heads)
+    tl.store(top + at, largest / _LOG2_E + spoiled, mask=head < heads)
+    return inv_sum
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def _attend_kernel(
     q, q_strides, pool, strides, scales, scale_strides, rope, rope_strides, slots, lengths, sinks,
     out, lse, top, part_out, part_lse, part_top, tokens, heads, topk, span, splits, scale_log2,
-    D: tl.constexpr, REST: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, D_V: tl.constexpr,
-    VALUE_TAIL: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
+    SIZES: tl.constexpr, D_V: tl.constexpr, VALUE_TAIL: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One token, one tile of heads, `span` of its slots. Neighboring programs share the slots: their keys are in L2."""
     head_tiles = tl.cdiv(heads, HEADS)
@@ -289,47 +291,41 @@ def _attend_kernel(
     begin = split * span
     end = tl.minimum(begin + span, length)
 
-    main = tl.arange(0, MAIN)[None, :]
+    main = tl.arange(0, SIZES.main)[None, :]
     q_tile = q + row // tokens * q_strides[0] + row % tokens * q_strides[1] + head[:, None].to(tl.int64) * q_strides[2]
-    q_main = tl.load(q_tile + main, mask=real & (main < D), other=0.0)
-    if TAIL > 0:
-        tail = tl.arange(0, TAIL)[None, :]
-        TAIL_BEGIN: tl.constexpr = D if REST > 0 else MAIN  # of the tail among the features
-        LIMIT: tl.constexpr = REST if REST > 0 else D - MAIN
-        q_tail = tl.load(q_tile + TAIL_BEGIN + tail, mask=real & (tail < LIMIT), other=0.0)
+    q_main = tl.load(q_tile + main, mask=real & (main < SIZES.d), other=0.0)
+    if SIZES.tail > 0:
+        tail = tl.arange(0, SIZES.tail)[None, :]
+        q_tail = tl.load(q_tile + SIZES.tail_begin + tail, mask=real & (tail < SIZES.tail_width), other=0.0)
 
     # The running state: `acc / total` is the output, `row_max + log2(total)` the lse in base 2.
+    MAIN: tl.constexpr = SIZES.main
     acc = tl.zeros((HEADS, MAIN), tl.float32)
     if VALUE_TAIL > 0:
         acc_tail = tl.zeros((HEADS, VALUE_TAIL), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     row_max = tl.full((HEADS,), float("-inf"), tl.float32)
     row_slots = slots + row * topk
-    if REST > 0:  # the keys of a tile are loaded before the products of the previous tile, their slots still earlier
+    source = Pool(pool, strides, scales, scale_strides, rope, rope_strides)
+    if SIZES.quantized:  # the keys of a tile are loaded before the products of the previous tile, their slots earlier
         j = begin + tl.arange(0, KEYS)
         slot = tl.load(row_slots + j, mask=j < end, other=0)
-        codes, steps, rest = _fetch(
-            pool, strides, scales, scale_strides, rope, rope_strides, slot, j < end, D, REST, MAIN, TAIL, BLOCK_SIZE
-        )  # fmt: skip
+        codes, steps, rest = _fetch(source, slot, j < end, SIZES)
         slot = tl.load(row_slots + j + KEYS, mask=j + KEYS < end, other=0)
     for first in range(begin, end, KEYS):
         j = first + tl.arange(0, KEYS)
         valid = j < end
-        if REST > 0:
-            k_main, k_tail = _dequantize(codes, steps, q.dtype.element_ty, MAIN, KEYS), rest.to(q.dtype.element_ty)
-            codes, steps, rest = _fetch(
-                pool, strides, scales, scale_strides, rope, rope_strides, slot, j + KEYS < end,
-                D, REST, MAIN, TAIL, BLOCK_SIZE,
-            )  # fmt: skip
+        if SIZES.quantized:
+            k_main, k_tail = _dequantize(codes, steps, q.dtype.element_ty), rest.to(q.dtype.element_ty)
+            codes, steps, rest = _fetch(source, slot, j + KEYS < end, SIZES)
             slot = tl.load(row_slots + j + 2 * KEYS, mask=j + 2 * KEYS < end, other=0)
         else:
             slot = tl.load(row_slots + j, mask=valid, other=0)
-            k_main, k_tail = _load_plain(pool, strides, slot, valid, D, MAIN, TAIL, BLOCK_SIZE)
+            k_main, k_tail = _load_plain(source, slot, valid, SIZES)
         scores = tl.dot(q_main, tl.trans(k_main), input_precision="ieee")
-        if TAIL > 0:
+        if SIZES.tail > 0:
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
+        weights, rescale, row_max, total = softmax_step(scores, valid, scale_log2, row_max, total)
         weights = weights.to(k_main.dtype)
         acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")
         if VALUE_TAIL > 0:
@@ -344,18 +340,12 @@ def _attend_kernel(
         tl.store(part_top + at, row_max, mask=head < heads)
         target = part_out
     else:
-        if sinks is not None:
-            log_sum, weight = _add_sink(log_sum, sinks, head, head < heads)
-            inv_sum *= weight
-        spoiled = tl.where(length < 0, float("nan"), 0.0)
-        inv_sum += spoiled
-        tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=head < heads)
-        tl.store(top + at, row_max / _LOG2_E + spoiled, mask=head < heads)
+        inv_sum = _finish(log_sum, row_max, inv_sum, length, sinks, lse, top, row, head, heads)
         target = out
     out_rows = target + at[:, None] * D_V
     tl.store(out_rows + main, (acc * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (main < D_V))
     if VALUE_TAIL > 0:
-        column = MAIN + tl.arange(0, VALUE_TAIL)[None, :]
+        column = SIZES.main + tl.arange(0, VALUE_TAIL)[None, :]
         tl.store(
             out_rows + column, (acc_tail * inv_sum[:, None]).to(target.dtype.element_ty), mask=real & (column < D_V)
         )
@@ -392,13 +382,7 @@ def _merge_kernel(
         acc += part * weight[:, None]
     inv_sum = 1.0 / tl.where(total == 0.0, 1.0, total)
     log_sum = row_max + tl.log2(tl.where(total == 0.0, 1.0, total))
-    if sinks is not None:
-        log_sum, weight = _add_sink(log_sum, sinks, head, real)
-        inv_sum *= weight
-    spoiled = tl.where(length < 0, float("nan"), 0.0)
-    inv_sum += spoiled
+    inv_sum = _finish(log_sum, largest, inv_sum, length, sinks, lse, top, row, head, heads)
     at = row * heads + head
-    tl.store(lse + at, log_sum / _LOG2_E + spoiled, mask=real)
-    tl.store(top + at, largest / _LOG2_E + spoiled, mask=real)
     value = (acc * inv_sum[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D_V + column, value, mask=real[:, None] & (column < D_V))

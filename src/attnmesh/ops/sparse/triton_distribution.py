@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnmesh.ops.launch import Launch, Recent, cdiv, gpu_of, next_power_of_2, repeat
 from attnmesh.ops.sparse.arguments import SparseCall
-from attnmesh.ops.sparse.triton_indexer import valid_keys
+from attnmesh.ops.sparse.triton_bounds import valid_keys
 
 LOG2_E = 1.4426950408889634  # the kernels exponentiate in base 2, as the hardware does
 _LOG2_E = tl.constexpr(LOG2_E)

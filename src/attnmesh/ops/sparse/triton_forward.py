@@ -85,8 +85,9 @@ def pick_tiles(heads: int, main: int, width: int, dtype: torch.dtype, *, separat
 
 
 @triton.jit
-def softmax_step(scores, row_max, total):
-    """The weights of a tile of scores in base 2, the factor of the sums so far, and the new maximum and sum."""
+def softmax_step(scores, valid, scale_log2, row_max, total):
+    """The weights of a tile of scores, the factor of the sums so far, and the new maximum, in base 2, and sum."""
+    scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     # No valid key yet: subtract 0, because -inf - -inf is NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -139,8 +140,7 @@ def _forward_kernel(
         if TAIL > 0:
             k_tail = tl.load(k_rows + tail, mask=valid[:, None] & (tail < D), other=0.0)
             scores = tl.dot(q_tail, tl.trans(k_tail), scores, input_precision="ieee")
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        weights, rescale, row_max, total = softmax_step(scores, row_max, total)
+        weights, rescale, row_max, total = softmax_step(scores, valid, scale_log2, row_max, total)
         weights = weights.to(k.dtype.element_ty)
         if v is None:
             acc = tl.dot(weights, k_main, acc * rescale[:, None], input_precision="ieee")

@@ -25,17 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnmesh.ops.decode.device_errors import INDEX_FAULT, error_record, raise_device_error
 from attnmesh.ops.decode.triton_kernels import record_error
 from attnmesh.ops.launch import Launch, Recent, cdiv, multiprocessors, repeat, starts_early
+from attnmesh.ops.sparse import indexer_tiles
 from attnmesh.ops.sparse.arguments import TopKIndices, empty_topk
-from attnmesh.ops.sparse.indexer_tiles import (
-    MAX_COLUMNS,
-    NEIGHBORS,
-    SPAN,
-    TOPK,
-    IndexerTiles,
-    candidate_block,
-    head_tile,
-    row_elements,
-)
+from attnmesh.ops.sparse.indexer_tiles import NEIGHBORS, SPAN, IndexerTiles, head_tile
 from attnmesh.ops.sparse.paged import IndexerStep
 from attnmesh.ops.sparse.triton_indexer import final_score, load_queries, shape_of, sum_over_heads
 from attnmesh.ops.sparse.triton_select import select_row
@@ -72,8 +64,8 @@ def paged_topk(
         return TopKIndices(*found)
     capacity = table.shape[1] * keys.block_size
     if tiles is None:  # rows of a group are tokens of one sequence
-        tiles = TOPK[iq.element_size()]
-        rows = min(tiles.rows, tokens & -tokens, MAX_COLUMNS // head_tile(heads))
+        tiles = indexer_tiles.TOPK[iq.element_size()]
+        rows = min(tiles.rows, tokens & -tokens, indexer_tiles.MAX_COLUMNS // head_tile(heads))
         # A block is looked up before its keys are loaded: as many tiles are in flight with twice the stages.
         tiles = tiles._replace(rows=rows if heads <= head_tile(heads) else 1, stages=2 * tiles.stages - 1)
     groups = batch * tokens // tiles.rows
@@ -85,30 +77,30 @@ def paged_topk(
         programs = max(1, cdiv(groups * capacity, most * resident)) * resident
         span = max(_MIN_SPAN, cdiv(capacity, max(1, programs // groups)))
     items = max(1, cdiv(capacity, cdiv(span, tiles.keys) * tiles.keys))
-    block = block or candidate_block(topk)
+    block = block or indexer_tiles.candidate_block(topk)
     # Every offset in a tile is a group; with half of the tiles each, where there would be few groups.
     of_item = tiles.keys if items * tiles.keys >= 4 * topk else 2 * tiles.keys
     wide = min(_MAX_GROUPS, 2 * block)
     if 2 * topk > (wide if capacity <= wide else min(wide, items * of_item)) or capacity <= block:
         wide = 0  # a summary would not help
     row_len = max(1, cdiv(capacity, tiles.keys)) * tiles.keys
-    selects = gluon if gluon is not None and wide and block >= gluon.MIN_BLOCK else None
+    selects = gluon.select if gluon is not None and wide and block >= gluon.select.MIN_BLOCK else None
     if selects is None:
         parts = 0
     elif parts is None:  # where all of them run at once
         parts = selects.PARTS if selects.PARTS * batch * tokens <= multiprocessors(iq.device, 1) else 0
+    while parts and of_item > 16 and items * of_item >= 8 * topk:
+        of_item //= 2  # every program reads all of them
+    maxima = items * of_item
     if parts:
-        while of_item > 16 and items * of_item >= 8 * topk:
-            of_item //= 2  # every program reads all of them
         summary = row_len + 2 * parts * block + cdiv(parts, 16) * 16
-        maxima = items * of_item
         row_size = summary + cdiv(maxima, 16) * 16
     else:
         summary = row_len + 3 * block
-        maxima = items * of_item
-        row_size = row_elements(row_len, block, maxima)
+        row_size = indexer_tiles.row_elements(row_len, block, maxima)
     at_once = min(groups, max(1, workspace // (4 * tiles.rows * row_size)))
     buffer = torch.empty(at_once * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
+    bits, registers = buffer.view(torch.int32), _REGISTERS if small else None
     faults = torch.empty(at_once, items, dtype=torch.int32, device=iq.device)
     scales: Tensor | None = None
     if isinstance(keys.pool, Quantized):
@@ -121,6 +113,7 @@ def paged_topk(
     with torch.cuda.device_of(iq):
         for first in range(0, groups, at_once):
             count = min(at_once, groups - first)
+            rows, first_row = count * tiles.rows, first * tiles.rows
             if gluon is not None:
                 repeat(
                     _launches, gluon.score_kernel, (count * items,),
@@ -130,9 +123,8 @@ def paged_topk(
                         capacity, heads, scale, first, items,
                     ),
                     SHAPE=gluon.shape_of(
-                        tiles.rows, heads, relu, keys.block_size, of_item if wide else 0,
-                        wide > 0 and not parts, span,
-                    ), num_warps=4, maxnreg=_REGISTERS if small else None,
+                        tiles.rows, heads, relu, keys.block_size, of_item if wide else 0, wide > 0 and not parts, span
+                    ), num_warps=4, maxnreg=registers,
                 )  # fmt: skip
             else:
                 repeat(
@@ -145,39 +137,34 @@ def paged_topk(
                     ),
                     SHAPE=shape_of(iq, tiles.keys, tiles.rows, head_tile(heads), relu), BLOCK=block,
                     BLOCK_SIZE=keys.block_size, PARTS=of_item // tiles.keys if wide else 0, EARLY=early,
-                    num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=_REGISTERS if small else None,
+                    num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=registers,
                 )  # fmt: skip
             if selects is not None:
-                indices, scores, lengths = found
                 if parts:
                     repeat(
-                        _launches, selects.gather_kernel, (count * tiles.rows * parts,),
-                        (
-                            lo, hi, buffer, buffer.view(torch.int32), capacity, topk, row_len, row_size, summary,
-                            maxima, first * tiles.rows,
-                        ),
+                        _launches, selects.gather_kernel, (rows * parts,),
+                        (lo, hi, buffer, bits, capacity, topk, row_len, row_size, summary, maxima, first_row),
                         SHAPE=selects.selection(tiles.rows, block, wide, parts, selects.PART_WARPS),
                         num_warps=selects.PART_WARPS, launch_pdl=True,
                     )  # fmt: skip
                 repeat(
-                    _launches, selects.select_kernel, (count * tiles.rows,),
+                    _launches, selects.select_kernel, (rows,),
                     (
-                        lo, hi, indices, scores.view(torch.int32), lengths, buffer, buffer.view(torch.int32),
-                        errors, faults, tokens, capacity, topk, row_len, row_size, summary, maxima, first * tiles.rows,
-                        items,
+                        lo, hi, found[0], found[1].view(torch.int32), found[2], buffer, bits, errors, faults, tokens,
+                        capacity, topk, row_len, row_size, summary, maxima, first_row, items,
                     ),
                     SHAPE=selects.selection(tiles.rows, block, wide, parts), num_warps=selects.WARPS, launch_pdl=True,
                 )  # fmt: skip
-                continue
-            repeat(
-                _launches, _select_kernel, (count * tiles.rows,),
-                (
-                    lo, hi, *found, buffer, buffer.view(torch.int32), errors, faults, tokens,
-                    capacity, topk, row_len, row_size, maxima, first * tiles.rows, items,
-                ),
-                KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
-                num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
-            )  # fmt: skip
+            else:
+                repeat(
+                    _launches, _select_kernel, (rows,),
+                    (
+                        lo, hi, *found, buffer, bits, errors, faults, tokens, capacity, topk, row_len, row_size,
+                        maxima, first_row, items,
+                    ),
+                    KEYS=tiles.keys, ROWS=tiles.rows, BLOCK=block, WIDE=wide, EARLY=early,
+                    num_warps=_SELECT_WARPS, **({"launch_pdl": True} if early else {}),
+                )  # fmt: skip
     return TopKIndices(*found)
 
 

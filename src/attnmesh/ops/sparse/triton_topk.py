@@ -18,16 +18,9 @@ import triton
 import triton.language as tl
 
 from attnmesh.ops.launch import Launch, Recent, multiprocessors, repeat
+from attnmesh.ops.sparse import indexer_tiles
 from attnmesh.ops.sparse.arguments import IndexerCall, TopKIndices, empty_topk
-from attnmesh.ops.sparse.indexer_tiles import (
-    LONG_ROW,
-    SPAN,
-    IndexerTiles,
-    candidate_block,
-    head_tile,
-    pick_topk_tiles,
-    row_elements,
-)
+from attnmesh.ops.sparse.indexer_tiles import SPAN, IndexerTiles, head_tile
 from attnmesh.ops.sparse.triton_indexer import final_score, load_queries, shape_of, sum_over_heads
 from attnmesh.ops.sparse.triton_select import select_row
 
@@ -53,19 +46,20 @@ def topk(
         return TopKIndices(*found)
     if workspace is None:
         read = sum(x.numel() * x.element_size() for x in (iq, ik, w)) + s_q * (8 * topk + 4)
-        least = _LONG_WORKSPACE if s_kv > LONG_ROW else _MIN_WORKSPACE
+        least = _LONG_WORKSPACE if s_kv > indexer_tiles.LONG_ROW else _MIN_WORKSPACE
         workspace = max(least, int(_MEMORY_FRACTION * read))
-    tiles = tiles or pick_topk_tiles(iq, s_kv)
+    tiles = tiles or indexer_tiles.pick_topk_tiles(iq, s_kv)
     span = max(tiles.keys, span // tiles.keys * tiles.keys)
-    block = block or candidate_block(topk)
+    block = block or indexer_tiles.candidate_block(topk)
     row_len = -(-max(s_kv, 1) // tiles.keys) * tiles.keys
     groups, items = -(-s_q // tiles.rows), -(-s_kv // span)
-    ring = max(2, min(workspace // (4 * tiles.rows * row_elements(row_len, block)), groups))
+    row_size = indexer_tiles.row_elements(row_len, block)
+    ring = max(2, min(workspace // (4 * tiles.rows * row_size), groups))
     if programs is None:  # as many as run at a time
         programs = min(2 * multiprocessors(iq.device, 1), groups * (items + tiles.rows))
     # Select with a lag, so that the scores are ready: those drawn just before are still being computed.
     lag = min(ring - 1, -(-programs // (items + tiles.rows)) + 1)
-    buffer = torch.empty(ring * tiles.rows, row_elements(row_len, block), dtype=torch.float32, device=iq.device)
+    buffer = torch.empty(ring * tiles.rows, row_size, dtype=torch.float32, device=iq.device)
     # Tickets, and the two counters of each group.
     counters = torch.zeros(1 + 2 * groups, dtype=torch.int32, device=iq.device)
     repeat(
