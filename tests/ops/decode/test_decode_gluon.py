@@ -331,7 +331,7 @@ PLANTED_FP8 = {
     "value consumers do not wait for weights": (
         "mbarrier.wait(barriers.weights_ready.index(slot), step // RING & 1)", "pass",
     ),
-    "the scales of another quarter": ("scale.slice(2, 1", "scale.slice(1, 1"),
+    "the scales of another quarter": ("slice(quarter, 1, dim", "slice(quarter // 2, 1, dim"),
     "a byte without its sign": ("0xB391", "0x0301"),
     "no fence shows the queries": ("fence_async_shared()\n    common.group_barrier()", "common.group_barrier()"),
 }  # fmt: skip

@@ -44,6 +44,8 @@ class Position(NamedTuple):
 class Item(NamedTuple):
     """Units of one sequence: tiles of 64 keys, of which [first, stop) belong to the item; without any, `tiles` is 0."""
 
+    sequence: Any
+    at: Any  # in the list of units
     last: Any  # position of the last token of the sequence
     first: Any
     stop: Any
@@ -116,8 +118,9 @@ def _count_units(first, end, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def item_at(sources, position, SHAPE: gl.constexpr):
+def item_at(program, position, SHAPE: gl.constexpr):
     """The item that begins at a position."""
+    sources = program.sources
     last, first, end = _key_range(sources, position.sequence, SHAPE.tokens)
     units = _count_units(first, end, SHAPE.unit)
     if SHAPE.fixed:
@@ -139,8 +142,8 @@ def item_at(sources, position, SHAPE: gl.constexpr):
     begin = first // _KEYS * _KEYS
     tiles = gl.where(units > 0, (stop - begin + (_KEYS - 1)) // _KEYS, 0)
     return Item(
-        last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop), begin, tiles, unit_end - position.unit,
-        position.unit == 0, unit_end >= units,
+        position.sequence, position.at, last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop), begin,
+        tiles, unit_end - position.unit, position.unit == 0, unit_end >= units,
     )  # fmt: skip
 
 
@@ -156,16 +159,17 @@ def after(position, item):
 
 
 @gluon.jit
-def row_bounds(sources, item, sequence, token, is_row, TOKENS: gl.constexpr):
+def row_bounds(program, item, rows, SHAPE: gl.constexpr):
     """The keys [first, end) of the item that each row sees; none for rows that do not exist."""
+    sources, is_row = program.sources, rows.exist
     if sources.range_first is not None:
-        at = sequence * TOKENS + token
+        at = item.sequence * SHAPE.tokens + rows.token
         first = gl.load(sources.range_first + at, mask=is_row, other=0)
         end = gl.minimum(gl.load(sources.range_end + at, mask=is_row, other=0), item.last + 1)
         first = gl.maximum(gl.minimum(first, item.stop), 0).to(gl.int32)
         end = gl.maximum(end, 0).to(gl.int32)
     else:
-        end = item.last - (TOKENS - 2) + token
+        end = item.last - (SHAPE.tokens - 2) + rows.token
         first = end * 0
         if sources.window is not None:
             first = (end - sources.window).to(gl.int32)
@@ -204,10 +208,14 @@ class Shape(NamedTuple):
 
 # What a program computes: a tile of query rows, over the keys of one partition.
 WorkTile = namedtuple("WorkTile", "head head_tile heads row_begin partition")
-# Where keys come from; the scales are those of latents in 8 bits.
-Keys = namedtuple("Keys", "main tail scales table table_stride")
+# The query rows of a work tile.
+Rows = namedtuple("Rows", "exist head token")
+# The copy engine's views of the pool, of which those of latents in 8 bits have scales, and the block table.
+Pools = namedtuple("Pools", "main tail scales table table_stride")
 # Where results are written: of whole sequences, and of splits.
 Results = namedtuple("Results", "out out_strides lse lse_strides part_out part_lse sinks")
+# What the groups of warps of a program have in common; memory and barriers are the kernel's own.
+Program = namedtuple("Program", "q q_strides memory barriers sources position work results scale_log2 pools")
 
 
 def why_not(call: DecodeCall) -> str | None:
@@ -282,16 +290,22 @@ def update_raw_max(raw_max, highest, factor):
 
 
 @gluon.jit
-def work_tile_of_program(kv_heads, ROWS: gl.constexpr, SHAPE: gl.constexpr):
+def work_tile_of_program(kv_heads, SHAPE: gl.constexpr):
     """The work tile of this program. Programs are ordered by partition, then by head and tile of rows."""
-    tiles = (SHAPE.group * SHAPE.tokens + ROWS - 1) // ROWS
+    tiles = (SHAPE.group * SHAPE.tokens + SHAPE.rows - 1) // SHAPE.rows
     heads = kv_heads * tiles
     head_tile = gl.program_id(0) % heads
-    return WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * ROWS, gl.program_id(0) // heads)
+    return WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, gl.program_id(0) // heads)
 
 
 @gluon.jit
-def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
+def table_row_of(program, item):
+    """The blocks of the sequence of an item."""
+    return program.pools.table + item.sequence.to(gl.int64) * program.pools.table_stride
+
+
+@gluon.jit
+def blocks_of(table_row, item, key, SHAPE: gl.constexpr):
     """The blocks of a tile of keys. Those past the item are outside the pool."""
     blocks = ()
     for piece in gl.static_range(_KEYS // SHAPE.piece):
@@ -301,67 +315,75 @@ def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def fetch(pool, memory, ready, blocks, key, column, work, SHAPE: gl.constexpr):
+def fetch(program, pool, memory, ready, blocks, key, column, SHAPE: gl.constexpr):
     """Some columns of a tile of keys, one block after another. Blocks outside the pool are read as 0."""
     PIECES: gl.constexpr = _KEYS // SHAPE.piece
     mbarrier.expect(ready, pool.block_type.nbytes * PIECES)
     for piece in gl.static_range(PIECES):
         offset = (key + piece * SHAPE.piece) % SHAPE.block_size
         into = memory.slice(piece * SHAPE.piece, SHAPE.piece, dim=2)
-        tma.async_copy_global_to_shared(pool, [work.head, blocks[piece], offset, column], ready, into)
+        tma.async_copy_global_to_shared(pool, [program.work.head, blocks[piece], offset, column], ready, into)
 
 
 @gluon.jit
-def load_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def fetch_tail(program, step, blocks, key, SHAPE: gl.constexpr):
+    """`fetch` of the tail of a tile of keys, into the ring of tails."""
+    slot = step % program.memory.tails.shape[0]
+    into, ready = program.memory.tails.index(slot), program.barriers.tail_ready.index(slot)
+    fetch(program, program.pools.tail, into, ready, blocks, key, 0, SHAPE)
+
+
+@gluon.jit
+def load_quarters(program, SHAPE: gl.constexpr):
     """A producer: lets the copy engine fetch the quarters and the tail of every tile, as soon as there is room."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     RING: gl.constexpr = SHAPE.ring
-    TAILS: gl.constexpr = memory.tails.shape[0]
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        item = item_at(program, position, SHAPE)
+        table_row = table_row_of(program, item)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
+            blocks = blocks_of(table_row, item, key, SHAPE)
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            slot = step % TAILS
-            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
+                fetch(program, program.pools.main, into, ready, blocks, key, quarter * _QUARTER, SHAPE)
+            fetch_tail(program, step, blocks, key, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
-def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr):
-    """Whether the rows of this program exist, their query heads, and their tokens."""
-    row = work.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
-    return row < SHAPE.group * SHAPE.tokens, work.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens
+def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The rows of a work tile, from FIRST on."""
+    row = work.row_begin + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
+    return Rows(row < SHAPE.group * SHAPE.tokens, work.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens)
 
 
 @gluon.jit
-def row_offsets(strides, sequence, head, token):
+def row_offsets(strides, item, rows):
     """The offsets of rows in a tensor [sequences, query heads, tokens, ...]."""
-    return sequence.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1] + token.to(gl.int64) * strides[2]
+    row = item.sequence.to(gl.int64) * strides[0] + rows.head.to(gl.int64) * strides[1]
+    return row + rows.token.to(gl.int64) * strides[2]
 
 
 @gluon.jit
-def split_row(position, item, work, SHAPE: gl.constexpr):
-    """The first row of an item in the buffers of splits."""
+def split_rows(item, work, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The rows of an item in the buffers of splits."""
     if SHAPE.fixed:
-        slot = position.at
+        slot = item.at
     else:
         slot = 2 * work.partition.to(gl.int64) + gl.where(item.starts, 1, 0)
-    return (slot * work.heads + work.head_tile) * SHAPE.rows
+    return (slot * work.heads + work.head_tile) * SHAPE.rows + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
 
 
 @gluon.jit
-def query_rows(q, q_strides, sequence, work, SHAPE: gl.constexpr):
+def query_rows(program, item, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
     """Where the queries of the rows of this program begin [rows, 1], and whether they exist, in `LINES`."""
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, LINES), SHAPE)
-    return q + row_offsets(q_strides, sequence, head, token)[:, None], is_row
+    rows = locate_rows(program.work, gl.SliceLayout(1, LINES), SHAPE, FIRST)
+    return program.q + row_offsets(program.q_strides, item, rows)[:, None], rows.exist
 
 
 @gluon.jit
@@ -401,64 +423,57 @@ def clear_columns(some, key, item):
 
 @gluon.jit
 def finish_rows(
-    row_max, total, results, position, item, work, FIRST: gl.constexpr, is_row, head, token, layout: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Writes the lse of an item, of a whole sequence or of a split; returns the factor of its sums.
-
-    FIRST is the index of the first row in the buffers of splits.
-    """
+    program, item, rows, row_max, total, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0
+):
+    """Writes the lse of the rows of an item, of a whole sequence or of a split; returns the factor of their sums."""
+    results = program.results
     if item.starts & item.ends:
         # A sink is one more key without a value. A row without any key has total 0 and row_max -inf.
         sink = gl.full([SHAPE.tile], float("-inf"), gl.float32, layout)
         if results.sinks is not None:
-            sink = gl.load(results.sinks + head, mask=is_row, other=float("-inf")).to(gl.float32) * _LOG2_E
+            sink = gl.load(results.sinks + rows.head, mask=rows.exist, other=float("-inf")).to(gl.float32) * _LOG2_E
         new_row_max = gl.maximum(row_max, sink)
         shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         acc_scale = gl.exp2(row_max - shift)
         total = total * acc_scale + gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
         factor = acc_scale / gl.where(total == 0.0, 1.0, total)
-        row = row_offsets(results.lse_strides, position.sequence, head, token)
-        gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=is_row)
+        row = row_offsets(results.lse_strides, item, rows)
+        gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=rows.exist)
     else:
         factor = 1.0 / gl.where(total == 0.0, 1.0, total)
-        row = split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
-        gl.store(results.part_lse + row, row_max + gl.log2(total), mask=is_row)
+        row = split_rows(item, program.work, layout, SHAPE, FIRST)
+        gl.store(results.part_lse + row, row_max + gl.log2(total), mask=rows.exist)
     return factor
 
 
 @gluon.jit
 def store_rows(
-    results, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, FIRST: gl.constexpr, position, item, work,
-    grid: gl.constexpr, SHAPE: gl.constexpr,
+    program, item, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):  # fmt: skip
-    """Writes some output columns of all rows, from COLUMN of COLUMNS on, of a whole sequence or of a split.
-
-    FIRST is the index of the first row in the buffers of splits.
-    """
+    """Writes some output columns of the rows, from COLUMN of COLUMNS on, of a whole sequence or of a split."""
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, head, token = locate_rows(work, down, SHAPE)
+    results, rows = program.results, locate_rows(program.work, down, SHAPE, FIRST)
     column = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
     if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
+        row = row_offsets(results.out_strides, item, rows)
+        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=rows.exist[:, None])
     else:
-        row = (split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
-        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])
+        row = split_rows(item, program.work, down, SHAPE, FIRST) * COLUMNS
+        gl.store(results.part_out + row[:, None] + column, sums, mask=rows.exist[:, None])
 
 
 @gluon.jit
 def store_columns(
-    results, sums, FIRST: gl.constexpr, STEP: gl.constexpr, position, item, work, grid: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
+    program, item, sums, FIRST: gl.constexpr, STEP: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr
+):
     """`store_rows` of sums [columns, rows]: every STEP-th output column, from FIRST on."""
     across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(work, across, SHAPE)
+    results, rows = program.results, locate_rows(program.work, across, SHAPE)
     column = FIRST + STEP * gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, grid))[:, None]
     if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
+        row = row_offsets(results.out_strides, item, rows)
+        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=rows.exist[None, :])
     else:
-        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
-        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])
+        row = split_rows(item, program.work, across, SHAPE) * (4 * _QUARTER)
+        gl.store(results.part_out + row[None, :] + column, sums, mask=rows.exist[None, :])

@@ -44,6 +44,8 @@ _SECOND, _PRODUCER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
 
 # Shared memory. The sums, maxima and totals are of the second group.
 Memory = namedtuple("Memory", "q k v sums row_max total")
+# The copy engine's views of the pools, and the block table.
+Pools = namedtuple("Pools", "k v table table_stride")
 # The barriers of tiles, and of the results of the second group.
 Barriers = namedtuple("Barriers", "k_ready k_free v_ready v_free cleared sums_ready sums_free")
 
@@ -110,62 +112,61 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
+    work = common.work_tile_of_program(kv_heads, SHAPE)
     position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, keys, values, sums, row_max, total)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    pools = Pools(k_blocks, v_blocks, table, table_stride)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     gl.warp_specialize(
-        [(_attend, (0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
-         (_attend, (1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
-         (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE))],
+        [(_attend, (0, program, SHAPE, D, HALVES)), (_attend, (1, program, SHAPE, D, HALVES)),
+         (_load, (program, SHAPE))],
         [4, 1], [_SECOND, _PRODUCER],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def _load(program, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys and values of every tile, as soon as there is room."""
+    memory, barriers, pools, position = program.memory, program.barriers, program.pools, program.position
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
-        table_row = table + position.sequence.to(gl.int64) * table_stride
+        item = common.item_at(program, position, SHAPE)
+        table_row = common.table_row_of(program, item)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = common.blocks_of(table_row, key, item, SHAPE)
+            blocks = common.blocks_of(table_row, item, key, SHAPE)
             slot = step % RING
             before = (step // RING & 1) ^ 1
             mbarrier.wait(barriers.k_free.index(slot), before)
-            common.fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(program, pools.k, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, SHAPE)
             mbarrier.wait(barriers.v_free.index(slot), before)
-            common.fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(program, pools.v, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, SHAPE)
             step += 1
         position = common.after(position, item)
 
 
 @gluon.jit
-def _attend(
-    PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, work, results, scale_log2,
-    SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr):
     """A consumer: attends with 64 rows over all tiles or, with one half, over every second tile."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     RING: gl.constexpr = SHAPE.ring
-    if HALVES == 2:
-        work = common.WorkTile(work.head, work.head_tile, work.heads, work.row_begin + PART * _ROWS, work.partition)
-    is_row, head, token = common.locate_rows(work, down, SHAPE)
+    FIRST: gl.constexpr = PART * _ROWS if HALVES == 2 else 0  # row of this group
+    rows = common.locate_rows(program.work, down, SHAPE, FIRST)
     column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     clears = 0  # tiles so far that are partly outside of their item
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory.q.index(PART), position.sequence, work, SHAPE, D)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
+            _load_queries(program, item, memory.q.index(PART), SHAPE, D, FIRST)
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
@@ -177,13 +178,8 @@ def _attend(
                 turn = (step + tile) // RING & 1
                 mbarrier.wait(barriers.k_ready.index(slot), turn)
                 scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
-                scores = warpgroup_mma(
-                    memory.q.index(PART),
-                    common.matrix(memory.k, slot).permute([1, 0]),
-                    scores,
-                    use_acc=False,
-                    is_async=True,
-                )
+                queries, keys = memory.q.index(PART), common.matrix(memory.k, slot).permute([1, 0])
+                scores = warpgroup_mma(queries, keys, scores, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(slot), count=1)
                 mbarrier.wait(barriers.v_ready.index(slot), turn)
@@ -216,11 +212,9 @@ def _attend(
 
             row_max = row_max_of(raw_max, scale_log2)
             if HALVES == 2:
-                factor = common.finish_rows(
-                    row_max, total, results, position, item, work, PART * _ROWS, is_row, head, token, down, SHAPE
-                )
+                factor = common.finish_rows(program, item, rows, row_max, total, down, SHAPE, FIRST)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(results, sums, 0, D, PART * _ROWS, position, item, work, wide, SHAPE)
+                common.store_rows(program, item, sums, 0, D, wide, SHAPE, FIRST)
             elif PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
@@ -237,19 +231,17 @@ def _attend(
                 sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
                 sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
                 mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = common.finish_rows(
-                    both, total, results, position, item, work, 0, is_row, head, token, down, SHAPE
-                )
+                factor = common.finish_rows(program, item, rows, both, total, down, SHAPE)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(results, sums, 0, D, 0, position, item, work, wide, SHAPE)
+                common.store_rows(program, item, sums, 0, D, wide, SHAPE)
             done += 1
         position = common.after(position, item)
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
+def _load_queries(program, item, memory, SHAPE: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr):
     """Writes the queries to shared memory."""
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    rows, is_row = common.query_rows(program, item, SHAPE, FIRST)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
     memory.store(common.load_signed(rows + column, is_row, SHAPE))
     fence_async_shared()

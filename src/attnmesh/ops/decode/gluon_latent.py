@@ -182,7 +182,6 @@ def _attend_kernel(
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
     acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
     weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-
     barriers = Barriers(
         k_ready=new_barriers(SHAPE.ring, 1),
         k_free=new_barriers(SHAPE.ring, 1),
@@ -205,65 +204,58 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, _ROWS, SHAPE)
+    work = common.work_tile_of_program(kv_heads, SHAPE)
     position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
-    source = common.Keys(k_main, k_tail, k_scales, table, table_stride)
+    pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     WARPS: gl.constexpr = 1 if k_scales is None else 4
     REGISTERS: gl.constexpr = _PRODUCER if k_scales is None else _WIDENING_PRODUCER
     gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-            (
-                common.load_quarters if k_scales is None else _widen_quarters,
-                (source, memory, barriers, sources, position, work, SHAPE),
-            ),
-        ],
-        [4, 4, WARPS],
-        [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
-    )
+        [(_score, (program, SHAPE)), (_add_values, (0, program, SHAPE)), (_add_values, (1, program, SHAPE)),
+         (common.load_quarters if k_scales is None else _widen_quarters, (program, SHAPE))],
+        [4, 4, WARPS], [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
+    )  # fmt: skip
     invalidate_barriers(barriers)
     if k_scales is not None:
         invalidate_barriers((memory.codes.ready, memory.codes.scales_ready))
 
 
 @gluon.jit
-def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def _widen_quarters(program, SHAPE: gl.constexpr):
     """`load_quarters` of keys in 8 bits, two quarters ahead, which are widened as soon as there is room."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     RING: gl.constexpr = SHAPE.ring
     codes = memory.codes
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        item = common.item_at(program, position, SHAPE)
+        table_row = common.table_row_of(program, item)
         key = item.begin
-        blocks = common.blocks_of(table_row, key, item, SHAPE)
+        blocks = common.blocks_of(table_row, item, key, SHAPE)
         unit = item.tiles * 0.0 + LOWEST_UNIT
         if item.tiles > 0:
-            _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
-            _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
-            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+            _fetch_codes(program, 0, blocks, key, SHAPE)
+            _fetch_codes(program, 1, blocks, key, SHAPE)
+            common.fetch_tail(program, step, blocks, key, SHAPE)
         for tile in range(item.tiles):
-            following = common.blocks_of(table_row, key + _KEYS, item, SHAPE)
+            following = common.blocks_of(table_row, item, key + _KEYS, SHAPE)
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
             scale = common.matrix(codes.scales, 0)
             unit = unit_of(scale, unit, item.first - key, item.stop - key)
-            scales = (
-                scale.slice(0, 1, dim=1).load(_PAIRS), scale.slice(1, 1, dim=1).load(_PAIRS),
-                scale.slice(2, 1, dim=1).load(_PAIRS), scale.slice(3, 1, dim=1).load(_PAIRS),
-            )  # fmt: skip
+            scales = ()
+            for quarter in gl.static_range(4):
+                scales = scales + (scale.slice(quarter, 1, dim=1).load(_PAIRS),)  # noqa: RUF005
             for quarter in gl.static_range(4):
                 mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
                 pairs = _pairs(codes.quarters.index(quarter % 2)).load(_PAIRS)
                 common.group_barrier()  # all warps have read them
                 if quarter < 2:
-                    _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
+                    _fetch_codes(program, quarter + 2, blocks, key, SHAPE)
                 elif more:
-                    _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
+                    _fetch_codes(program, quarter - 2, following, key + _KEYS, SHAPE)
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 widen_to_fp16(pairs, scales[quarter], unit, common.matrix(memory.k, at % RING))
@@ -275,7 +267,7 @@ def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl
             key += _KEYS
             blocks = following
             if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
-                _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+                common.fetch_tail(program, step, blocks, key, SHAPE)
         position = common.after(position, item)
 
 
@@ -286,67 +278,58 @@ def _pairs(memory):
 
 
 @gluon.jit
-def _fetch_codes(source, codes, QUARTER: gl.constexpr, blocks, key, work, SHAPE: gl.constexpr):
+def _fetch_codes(program, QUARTER: gl.constexpr, blocks, key, SHAPE: gl.constexpr):
     """A quarter of a tile in 8 bits, and with the first the scales."""
+    codes, pools = program.memory.codes, program.pools
     if QUARTER == 0:
-        common.fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+        common.fetch(program, pools.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, SHAPE)
     into, ready = codes.quarters.index(QUARTER % 2), codes.ready.index(QUARTER % 2)
-    common.fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
+    common.fetch(program, pools.main, into, ready, blocks, key, QUARTER * _QUARTER, SHAPE)
 
 
 @gluon.jit
-def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
-    slot = step % _TAILS
-    common.fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
-
-
-@gluon.jit
-def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
+def _score(program, SHAPE: gl.constexpr):
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, row_head, token = common.locate_rows(work, down, SHAPE)
+    rows = common.locate_rows(program.work, down, SHAPE)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            bounds = common.row_bounds(program, item, rows, SHAPE)
             factor, unit = scale_log2, 1.0  # of scores, and of keys
             if memory.codes is None:
-                q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
+                q_first = _load_queries(program, item, grid, SHAPE)
             else:
-                q_first, unit = _narrow_queries(
-                    q, q_strides, memory, barriers, step, position.sequence, work, grid, SHAPE
-                )
+                q_first, unit = _narrow_queries(program, item, step, grid, SHAPE)
                 factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(factor)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = _products(q_first, memory, barriers, step, grid, SHAPE)
+                scores = _products(program, q_first, step, grid, SHAPE)
                 ratio = 1.0
                 if memory.codes is not None:
-                    new_unit = _unit(memory, barriers, step, SHAPE)
+                    new_unit = _unit(program, step, SHAPE)
                     ratio = unit * inverse_of(new_unit)
                     if ratio < 1.0:  # rarely
                         scale_tail(memory.q_tail, ratio)
                     unit = new_unit
                     factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
                     raw_max *= ratio
-                scores = warpgroup_mma_wait(0, [_add_tail(scores, memory, barriers, step)])
+                scores = warpgroup_mma_wait(0, [_add_tail(program, scores, step)])
                 mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
                 key = item.begin + tile * _KEYS
                 raw_max, total = _weigh(
-                    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid,
-                    SHAPE,
-                )  # fmt: skip
+                    program, item, scores, raw_max, total, key, bounds, step, factor, ratio, grid, SHAPE
+                )
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             row_max = row_max_of(raw_max, factor)
-            weight = common.finish_rows(
-                row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE
-            )
+            weight = common.finish_rows(program, item, rows, row_max, total, down, SHAPE)
             memory.weight.store(weight * unit)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
@@ -354,10 +337,11 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _load_queries(program, item, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    memory = program.memory
+    rows, is_row = common.query_rows(program, item, SHAPE)
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Loads start before the first is needed, as far as registers allow.
@@ -379,11 +363,12 @@ def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAP
 
 
 @gluon.jit
-def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _narrow_queries(program, item, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """`_load_queries` in fp16 where keys are widened; returns the unit of the first keys, too."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    dtype: gl.constexpr = q.dtype.element_ty
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    dtype: gl.constexpr = program.q.dtype.element_ty
+    memory = program.memory
+    rows, is_row = common.query_rows(program, item, SHAPE)
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
@@ -406,7 +391,7 @@ def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: 
         values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(LINES)
         memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
-    unit = _unit(memory, barriers, step, SHAPE)
+    unit = _unit(program, step, SHAPE)
     memory.q_tail.store((last.to(gl.float32) * (power * inverse_of(unit))).to(dtype))
     fence_async_shared()
     common.group_barrier()
@@ -414,8 +399,9 @@ def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: 
 
 
 @gluon.jit
-def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _products(program, q_first, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Starts the products of the queries with a tile of keys."""
+    memory, barriers = program.memory, program.barriers
     scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
     for quarter in gl.static_range(4):
         slot = (4 * step + quarter) % SHAPE.ring
@@ -427,19 +413,19 @@ def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.con
 
 
 @gluon.jit
-def _add_tail(scores, memory, barriers, step):
+def _add_tail(program, scores, step):
     """Starts the product of the tails, too."""
-    slot = step % _TAILS
-    mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
+    memory, slot = program.memory, step % _TAILS
+    mbarrier.wait(program.barriers.tail_ready.index(slot), step // _TAILS & 1)
     return warpgroup_mma(memory.q_tail, common.matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
 
 
 @gluon.jit
-def _unit(memory, barriers, step, SHAPE: gl.constexpr):
+def _unit(program, step, SHAPE: gl.constexpr):
     """The power of two that the values of a tile were divided by."""
     slot = 4 * step % SHAPE.ring
-    mbarrier.wait(barriers.k_ready.index(slot), 4 * step // SHAPE.ring & 1)
-    return read_unit(memory.codes.units.index(step % _TAILS))
+    mbarrier.wait(program.barriers.k_ready.index(slot), 4 * step // SHAPE.ring & 1)
+    return read_unit(program.memory.codes.units.index(step % _TAILS))
 
 
 @gluon.jit
@@ -453,14 +439,14 @@ def _weights(memory, slot):
 
 @gluon.jit
 def _weigh(
-    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
+    program, item, scores, raw_max, total, key, bounds, step, factor, ratio, grid: gl.constexpr, SHAPE: gl.constexpr
+):
     """Hands the weights of a tile and `acc_scale`, the factor of the sums so far, to the value consumers.
 
     Returns the new maximum and the new sum of weights.
     """
-    slot = step % _TAILS
+    memory, slot = program.memory, step % _TAILS
+    row_first, row_end = bounds
     if (key < item.inner) | (key + _KEYS > item.edge):
         column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
         visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
@@ -474,19 +460,20 @@ def _weigh(
     weights = gl.exp2(scores * factor[:, None] - shift[:, None])
     _weights(memory, slot).store(weights.to(memory.q.dtype))
     fence_async_shared()
-    mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+    mbarrier.arrive(program.barriers.weights_ready.index(slot), count=1)
     return new_raw_max, total * acc_scale + gl.sum(weights, 1)
 
 
 @gluon.jit
-def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
+def _add_values(PART: gl.constexpr, program, SHAPE: gl.constexpr):
     """Adds weights times values, for two quarters of the output columns."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
             left = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
             right = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
@@ -517,23 +504,22 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             weight = memory.weight.load(down)[:, None]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, left * weight, PART * _QUARTER, position, item, work, grid, SHAPE)
-            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, work, grid, SHAPE)
+            _store(program, item, left * weight, PART * _QUARTER, grid, SHAPE)
+            _store(program, item, right * weight, (PART + 2) * _QUARTER, grid, SHAPE)
         position = common.after(position, item)
 
 
 @gluon.jit
-def _store(results, sums, COLUMN: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _store(program, item, sums, COLUMN: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes a quarter of the output columns, from COLUMN on, of a whole sequence or of a split."""
-    dtype: gl.constexpr = results.out.dtype.element_ty
+    dtype: gl.constexpr = program.results.out.dtype.element_ty
     if item.starts & item.ends:
         if dtype == gl.float32:
-            common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+            common.store_rows(program, item, sums, COLUMN, _D_V, grid, SHAPE)
         else:
-            rows = _exchange(sums.to(dtype))
-            common.store_rows(results, rows, COLUMN, _D_V, 0, position, item, work, _EIGHT_COLUMNS, SHAPE)
+            common.store_rows(program, item, _exchange(sums.to(dtype)), COLUMN, _D_V, _EIGHT_COLUMNS, SHAPE)
     else:
-        common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+        common.store_rows(program, item, sums, COLUMN, _D_V, grid, SHAPE)
 
 
 @gluon.jit

@@ -105,17 +105,14 @@ def _attend_kernel(
     fence_async_shared()
 
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
+    work = common.work_tile_of_program(kv_heads, SHAPE)
     position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
-    source = common.Keys(k_main, k_tail, None, table, table_stride)
+    pools = common.Pools(k_main, k_tail, None, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (memory, barriers, sources, position, work, results, SHAPE)),
-            (common.load_quarters, (source, memory, barriers, sources, position, work, SHAPE)),
-        ],
+        [(_score, (program, SHAPE)), (_add_values, (program, SHAPE)), (common.load_quarters, (program, SHAPE))],
         [4, 1],
         [_VALUE_CONSUMER, _PRODUCER],
     )
@@ -123,39 +120,35 @@ def _attend_kernel(
 
 
 @gluon.jit
-def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
+def _score(program, SHAPE: gl.constexpr):
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
-    is_row, head, token = common.locate_rows(work, across, SHAPE)
+    rows = common.locate_rows(program.work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
+            _load_queries(program, item, SHAPE)
             raw_max = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
-            total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
+            total = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
                 slot = step % _TAILS
-                scores = gl.zeros([_KEYS, N], gl.float32, grid)
+                scores = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)
                 for quarter in gl.static_range(4):
                     at = 4 * step + quarter
                     mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
-                    queries = memory.q.index(quarter).permute([1, 0])
-                    scores = warpgroup_mma(
-                        common.matrix(memory.k, at % RING), queries, scores, use_acc=quarter > 0, is_async=True
-                    )
+                    keys, queries = common.matrix(memory.k, at % RING), memory.q.index(quarter).permute([1, 0])
+                    scores = warpgroup_mma(keys, queries, scores, use_acc=quarter > 0, is_async=True)
                 mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
-                scores = warpgroup_mma(
-                    common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), scores, is_async=True
-                )
-                scores = warpgroup_mma_wait(0, [scores])
+                keys, queries = common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0])
+                scores = warpgroup_mma_wait(0, [warpgroup_mma(keys, queries, scores, is_async=True)])
 
                 if (key < item.inner) | (key + _KEYS > item.edge):
                     visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
@@ -177,19 +170,17 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
             row_max = row_max_of(raw_max, scale_log2)
-            factor = common.finish_rows(
-                row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE
-            )
-            memory.weight.store(factor)
+            memory.weight.store(common.finish_rows(program, item, rows, row_max, sums, across, SHAPE))
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
         position = common.after(position, item)
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
+def _load_queries(program, item, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
+    memory = program.memory
+    rows, is_row = common.query_rows(program, item, SHAPE)
     column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
     tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     for quarter in gl.static_range(4):
@@ -200,18 +191,18 @@ def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
+def _add_values(program, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows]."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            nothing = gl.zeros([_QUARTER, N], gl.float32, grid)
+            nothing = gl.full([_QUARTER, SHAPE.tile], 0.0, gl.float32, grid)
             sums = (nothing, nothing, nothing, nothing)
             for _tile in range(item.tiles):
                 slot = step % _TAILS
@@ -234,6 +225,5 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
             for quarter in gl.static_range(4):
-                part = sums[quarter] * weight
-                common.store_columns(results, part, quarter * _QUARTER, 1, position, item, work, grid, SHAPE)
+                common.store_columns(program, item, sums[quarter] * weight, quarter * _QUARTER, 1, grid, SHAPE)
         position = common.after(position, item)
