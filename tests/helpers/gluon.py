@@ -351,8 +351,8 @@ class Kernel:
     def __init__(self, machine, function):
         self.machine, self.function = machine, function
 
-    def __call__(self, *args):
-        return self.function(*args)
+    def __call__(self, *args, **constants):
+        return self.function(*args, **constants)
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, maxnreg=None, num_stages=None, launch_pdl=False, **constants):

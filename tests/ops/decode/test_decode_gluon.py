@@ -276,10 +276,10 @@ def test_a_position_past_the_table():
 
 
 PLANTED = {
-    "keys are read before they arrive": (
-        "mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)", "pass",
+    "keys are read before they arrive": ("mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)", "pass"),
+    "no fence shows the weights": (
+        "fence_async_shared()\n                mbarrier.arrive(barriers.weights", "mbarrier.arrive(barriers.weights",
     ),
-    "no fence shows the weights": ("fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive"),
     "sums are not rescaled": ("left = left * acc_scale[:, None]", "pass"),
     "keys past the end are not cleared": ("common.clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
     "a split is written elsewhere": ("gl.where(item.starts, 1, 0)", "gl.where(item.starts, 0, 1)"),

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import Launches, Schedule, rope_of, v_in_k
 from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.gluon_exponents import row_exponents
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
 # The schedule.
@@ -219,74 +220,74 @@ Program = namedtuple("Program", "q q_strides memory barriers sources position wo
 
 
 def why_not(call: DecodeCall) -> str | None:
-    """The reason why the kernels cannot serve these tensors; None if they can."""
+    """The reason why the kernels over latents cannot serve these tensors; None if they can."""
     k, rope = values_of(call.k), rope_of(call.k)
-    pools = (k, call.k.scales, call.k.rope) if isinstance(call.k, Quantized) else (k,)
     if not v_in_k(call) or (call.q.shape[3], call.value_dim) != (D_V + D_TAIL, D_V):
         return f"its kernels take k_pool of head_dim {D_V + D_TAIL}, and v_pool as k_pool[..., :{D_V}]"
+    if rope is not None and call.q.dtype != torch.bfloat16:
+        return f"its kernels take bf16 with fp8_ds_mla, not {call.q.dtype}"
+    return why_not_pools(call, k, *((call.k.scales, rope) if isinstance(call.k, Quantized) else ()))
+
+
+def why_not_pools(call: DecodeCall, *pools: Tensor | None) -> str | None:
+    """The reason why no kernel can serve a call over these pools; None if some can."""
     if not call.paged or call.block_size not in BLOCK_SIZES:
         return f"its kernels take pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
     if call.mask is not None or call.tree is not None or call.shared:
         return "its kernels take no mask, tree or share_cache"
-    if call.q.dtype != torch.bfloat16 and (call.q.dtype != torch.float16 or rope is not None):
-        return f"its kernels take fp16 and bf16, bf16 only with fp8_ds_mla, not {call.q.dtype}"
-    whole = aligned(*(x for x in pools if x is not None))
-    return None if whole else "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take fp16 and bf16, not {call.q.dtype}"
+    for x in pools:
+        if x is not None and (not x.numel() or x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:3])):
+            return "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
+    return None
 
 
-def aligned(*pools: Tensor) -> bool:
-    """Whether the copy engine can read these pools."""
-    return all(
-        x.numel() and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3]) for x in pools
-    )
-
-
-def shape_of(schedule: Schedule, tile: int, ring: int) -> Shape:
-    """The constants for tiles of `tile` rows, of which `schedule.rows` are in the buffers of splits."""
-    call = schedule.call
-    return Shape(
-        call.q.shape[2], call.group, schedule.rows, tile, call.block_size, min(KEYS, call.block_size),
-        schedule.constants["UNIT"], schedule.fixed, (call.scale > 0) - (call.scale < 0), ring,
-    )  # fmt: skip
+def launch_over_latents(kernel: Any, schedule: Schedule, tile: int, ring: int, first_sequence: int) -> Launches:
+    """`launch_kernel` on quarters of the values, tails and, of latents in 8 bits, scales."""
+    stored = schedule.call.k
+    k, rope = values_of(stored), rope_of(stored)
+    scales = (stored.scales, D_V // LATENT_GROUP) if isinstance(stored, Quantized) else None
+    pools = (k[..., :D_V], D_V // 4), (k[..., D_V:] if rope is None else rope, D_TAIL), scales
+    return launch_kernel(kernel, schedule, pools, tile, ring, first_sequence)
 
 
 def launch_kernel(
-    kernel: Any, schedule: Schedule, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
-) -> Launches:
-    """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the merge kernel."""
-    call = schedule.call
+    kernel: Any, schedule: Schedule, pools: Sequence[tuple[Tensor, int] | None], tile: int, ring: int,
+    first_sequence: int, **constants: Any,
+) -> Launches:  # fmt: skip
+    """Launches a kernel that attends over splits, in tiles of `tile` rows, and the merge kernel.
+
+    The kernel gets the copy engine's views of the pools as [Hkv, blocks, block_size, columns], in blocks of so many
+    columns each.
+    """
+    call, options = schedule.call, schedule.constants
     batch, kv_heads, _, capacity, window, partitions, max_splits = schedule.numbers
+    piece = min(KEYS, call.block_size)
+    views = [x and descriptor(x[0].permute(2, 0, 1, 3), [1, 1, piece, x[1]]) for x in pools]
     args = (
-        *pools, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
+        *views, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
         batch, kv_heads, capacity, window, partitions, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
     )  # fmt: skip
-    return schedule.launch(
-        kernel, args, first_sequence, SHAPE=shape, BATCH=schedule.constants["BATCH"],
-        EARLY=schedule.constants["EARLY"], num_warps=4, **constants,
+    shape = Shape(
+        call.q.shape[2], call.group, schedule.rows, tile, call.block_size, piece, options["UNIT"], schedule.fixed,
+        (call.scale > 0) - (call.scale < 0), ring,
     )  # fmt: skip
-
-
-def pool_descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
-    """The copy engine's views of the pool: quarters of the values, and the tail."""
-    k, rope = values_of(call.k), rope_of(call.k)
-    tail = k[..., D_V:] if rope is None else rope
-    return pool_descriptor(k[..., :D_V], D_V // 4, piece), pool_descriptor(tail, D_TAIL, piece)
-
-
-def pool_descriptor(pool: Tensor, width: int, piece: int) -> Any:
-    """The copy engine's view of a pool as [Hkv, blocks, block_size, columns]; blocks of `piece` tokens and `width`."""
-    return descriptor(pool.permute(2, 0, 1, 3), [1, 1, piece, width])
-
-
-def scale_descriptor(scales: Tensor, piece: int) -> Any:
-    """The copy engine's view of the scales [blocks, block_size, Hkv, 4] of a pool."""
-    return pool_descriptor(scales, D_V // LATENT_GROUP, piece)
+    return schedule.launch(
+        kernel, args, first_sequence, SHAPE=shape, BATCH=options["BATCH"], EARLY=options["EARLY"], num_warps=4,
+        **constants,
+    )  # fmt: skip
 
 
 @gluon.jit
 def update_raw_max(raw_max, highest, factor):
-    """The new `raw_max` of rows (see `gluon_exponents`): changed only if weights would exceed 2**RESCALE_THRESHOLD."""
-    return gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
+    """The new `raw_max` of rows, factor and shift of their weights (see `gluon_exponents`), and factor of their sums.
+
+    The maximum changes only if weights would exceed 2**RESCALE_THRESHOLD.
+    """
+    new_raw_max = gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
+    factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
+    return new_raw_max, factor, shift, gl.exp2(exponent)
 
 
 @gluon.jit
@@ -380,16 +381,17 @@ def split_rows(item, work, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.
 
 
 @gluon.jit
-def query_rows(program, item, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
-    """Where the queries of the rows of this program begin [rows, 1], and whether they exist, in `LINES`."""
+def load_queries(
+    program, item, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0,
+    PAIRS: gl.constexpr = False,
+):  # fmt: skip
+    """Columns of the queries from COLUMN on, or every second of their PAIRS, times the sign of the scale."""
     rows = locate_rows(program.work, gl.SliceLayout(1, LINES), SHAPE, FIRST)
-    return program.q + row_offsets(program.q_strides, item, rows)[:, None], rows.exist
-
-
-@gluon.jit
-def load_signed(pointers, is_row, SHAPE: gl.constexpr):
-    """Queries, times the sign of the scale."""
-    values = gl.load(pointers, mask=is_row[:, None], other=0.0)
+    begin = program.q + row_offsets(program.q_strides, item, rows)[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LINES))[None, :]
+    if PAIRS:
+        column = column // 2 * 4 + column % 2
+    values = gl.load(begin + (column + COLUMN), mask=rows.exist[:, None], other=0.0)
     if SHAPE.sign == 1:
         return values
     else:  # noqa: RET505, a constant condition

@@ -38,11 +38,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES, RESCALE_THRESHOLD
+from attnmesh.ops.decode.gluon_common import RESCALE_THRESHOLD
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import times
-from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
 TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
@@ -85,18 +84,15 @@ Barriers = namedtuple("Barriers", "k_ready k_free weights_ready result_ready res
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    assert isinstance(call.k, Quantized)
-    shared = Schedule.of(call, state, TILES)
-    tile = max(16, shared.rows)
-    shape = common.shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
-    pools = (*common.pool_descriptors(call, shape.piece), common.scale_descriptor(call.k.scales, shape.piece))
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    schedule = Schedule.of(call, state, TILES)
+    tile = max(16, schedule.rows)
+    ring = 4 if tile == 16 else 3  # what the queries leave of shared memory
+    return common.launch_over_latents(_attend_kernel, schedule, tile, ring, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, k_scales, q, q_strides,
-    table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -283,14 +279,12 @@ def _multiply(memory, slot, QUARTER: gl.constexpr, part, grid: gl.constexpr):
 def _load_queries(program, item, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
     memory = program.memory
-    rows, is_row = common.query_rows(program, item, SHAPE)
-    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = common.load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
+    tail = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE).to(gl.float32)
     largest = gl.abs(tail)
-    column = column // 2 * 4 + column % 2
     parts = ()
     for part in gl.static_range(8):
-        values = common.load_signed(rows + (column + (part // 2 * _QUARTER + part % 2 * 2)), is_row, SHAPE)
+        column = part // 2 * _QUARTER + part % 2 * 2
+        values = common.load_queries(program, item, column, _PAIRS, SHAPE, PAIRS=True)
         largest = gl.maximum(largest, gl.abs(values.to(gl.float32)))
         parts = parts + (values,)  # noqa: RUF005
     largest = gl.minimum(gl.maximum(gl.max(largest, 1), _SMALLEST), _LARGEST)

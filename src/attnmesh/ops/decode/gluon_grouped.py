@@ -16,7 +16,6 @@ item.
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -30,10 +29,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
@@ -58,29 +56,18 @@ def why_not(call: DecodeCall) -> str | None:
     if head_dim not in HEAD_DIMS or call.value_dim != head_dim or rows < MIN_ROWS:
         dims = " and ".join(map(str, HEAD_DIMS))
         return f"its kernel takes head_dim {dims}, and {MIN_ROWS} or more query heads and tokens per KV head"
-    if not call.paged or call.block_size not in common.BLOCK_SIZES:
-        return f"its kernel takes pools of block_size {', '.join(map(str, common.BLOCK_SIZES))}"
-    if call.mask is not None or call.tree is not None or call.shared:
-        return "its kernel takes no mask, tree or share_cache"
-    if call.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernel takes fp16 and bf16, not {call.q.dtype}"
-    return (
-        None
-        if common.aligned(call.k, call.v)
-        else "its kernel takes pools whose rows are aligned to 16 bytes, not empty ones"
-    )
+    return common.why_not_pools(call, call.k, call.v)
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
-    shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=common.KEYS, warps=4, stages=2, resident=1))
+    schedule = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=common.KEYS, warps=4, stages=2, resident=1))
     head_dim = call.q.shape[3]
     # Even, so that all tiles in a slot are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
-    shape = common.shape_of(shared, 64, ring)
-    pools = [common.pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
+    pools = (values_of(call.k), head_dim), (values_of(call.v), head_dim)
+    return common.launch_kernel(_attend_kernel, schedule, pools, 64, ring, first_sequence, D=head_dim, HALVES=halves)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
@@ -166,7 +153,9 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
         item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
-            _load_queries(program, item, memory.q.index(PART), SHAPE, D, FIRST)
+            memory.q.index(PART).store(common.load_queries(program, item, 0, D, SHAPE, FIRST))
+            fence_async_shared()
+            common.group_barrier()
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
@@ -197,12 +186,9 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
-                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
-                acc_scale = gl.exp2(exponent)
+                raw_max, factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
                 weights = gl.exp2(scores * factor[:, None] - shift[:, None])
                 total = total * acc_scale + gl.sum(weights, 1)
-                raw_max = new_raw_max
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
                 sums = sums * gl.convert_layout(acc_scale, gl.SliceLayout(1, wide))[:, None]
                 sums = warpgroup_mma(operand, common.matrix(memory.v, slot), sums, is_async=True)
@@ -236,13 +222,3 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
                 common.store_rows(program, item, sums, 0, D, wide, SHAPE)
             done += 1
         position = common.after(position, item)
-
-
-@gluon.jit
-def _load_queries(program, item, memory, SHAPE: gl.constexpr, D: gl.constexpr, FIRST: gl.constexpr):
-    """Writes the queries to shared memory."""
-    rows, is_row = common.query_rows(program, item, SHAPE, FIRST)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
-    memory.store(common.load_signed(rows + column, is_row, SHAPE))
-    fence_async_shared()
-    common.group_barrier()

@@ -55,9 +55,9 @@ from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.gluon_common import LINES
-from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule, rope_of
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.gluon_widening import (
     LOWEST_UNIT,
     as_rows,
@@ -69,17 +69,11 @@ from attnmesh.ops.gluon_widening import (
     widen_to_fp16,
     write_unit,
 )
-from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
-_ROWS, _KEYS, _QUARTER, _TAIL = (
-    gl.constexpr(ROWS),
-    gl.constexpr(common.KEYS),
-    gl.constexpr(common.D_V // 4),
-    gl.constexpr(common.D_TAIL),
-)
-_D_V = gl.constexpr(common.D_V)
+_ROWS, _D_V = gl.constexpr(ROWS), gl.constexpr(common.D_V)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(common.KEYS), gl.constexpr(common.D_V // 4), gl.constexpr(common.D_TAIL)
 QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
 _TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
@@ -98,26 +92,17 @@ _PAIRS = gl.constexpr(
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
 # writes 64 bytes to each. In two steps of one bit, which are shuffles: for both at once the compiler would need shared
 # memory, of which nothing is left.
-_ROW_LANES, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-_TWO_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
-    )
-)
-_FOUR_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
-    )
-)
-_EIGHT_COLUMNS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        [[0, 8], [0, 16], *_ROW_LANES],
-        _WARPS,
-        [],
-        [ROWS, common.D_V // 4],
-    )
-)
+
+
+def _of_rows(registers: list[list[int]], lanes: list[list[int]], columns: int) -> gl.constexpr:
+    """A layout in which these lanes, of a warp, have a row."""
+    rows, warps = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(registers, [*lanes, *rows], warps, [], [ROWS, columns]))
+
+
+_TWO_WORDS = _of_rows([[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2]], common.D_V // 8)
+_FOUR_WORDS = _of_rows([[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8]], common.D_V // 8)
+_EIGHT_COLUMNS = _of_rows([[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16]], common.D_V // 4)
 _JOIN = gl.constexpr("mov.b32 $0, {$1, $2};")
 _SPLIT = gl.constexpr("mov.b32 {$0, $1}, $2;")
 _KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothing changes, and keeps both steps
@@ -152,14 +137,8 @@ class Codes(NamedTuple):
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    shared = Schedule.of(call, state, TILES)
-    scales = call.k.scales if isinstance(call.k, Quantized) else None
-    shape = common.shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
-    pools = (
-        *common.pool_descriptors(call, shape.piece),
-        None if scales is None else common.scale_descriptor(scales, shape.piece),
-    )
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    ring = QUARTERS if rope_of(call.k) is None else WIDENED_QUARTERS
+    return common.launch_over_latents(_attend_kernel, Schedule.of(call, state, TILES), ROWS, ring, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
@@ -293,13 +272,14 @@ def _score(program, SHAPE: gl.constexpr):
     memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
+    RING: gl.constexpr = SHAPE.ring
     rows = common.locate_rows(program.work, down, SHAPE)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
         item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            bounds = common.row_bounds(program, item, rows, SHAPE)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
             factor, unit = scale_log2, 1.0  # of scores, and of keys
             if memory.codes is None:
                 q_first = _load_queries(program, item, grid, SHAPE)
@@ -309,7 +289,13 @@ def _score(program, SHAPE: gl.constexpr):
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(factor)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = _products(program, q_first, step, grid, SHAPE)
+                scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
+                for quarter in gl.static_range(4):
+                    at = 4 * step + quarter
+                    mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
+                    queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
+                    keys = common.matrix(memory.k, at % RING).permute([1, 0])
+                    scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
                 ratio = 1.0
                 if memory.codes is not None:
                     new_unit = _unit(program, step, SHAPE)
@@ -319,12 +305,25 @@ def _score(program, SHAPE: gl.constexpr):
                     unit = new_unit
                     factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
                     raw_max *= ratio
-                scores = warpgroup_mma_wait(0, [_add_tail(program, scores, step)])
-                mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
+                slot = step % _TAILS
+                mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
+                keys = common.matrix(memory.tails, slot).permute([1, 0])
+                scores = warpgroup_mma_wait(0, [warpgroup_mma(memory.q_tail, keys, scores, is_async=True)])
+                mbarrier.arrive(barriers.scored.index(slot), count=1)
                 key = item.begin + tile * _KEYS
-                raw_max, total = _weigh(
-                    program, item, scores, raw_max, total, key, bounds, step, factor, ratio, grid, SHAPE
-                )
+                if (key < item.inner) | (key + _KEYS > item.edge):
+                    near = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
+                    visible = (near >= (row_first - key)[:, None]) & (near < (row_end - key)[:, None])
+                    scores = gl.where(visible, scores, float("-inf"))
+                    if (key < item.first) | (key + _KEYS > item.stop):
+                        common.clear_outside(memory.k, step, key, item, SHAPE)
+                raw_max, row_factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 1), factor)
+                memory.acc_scale.index(slot).store(acc_scale * ratio)
+                weights = gl.exp2(scores * row_factor[:, None] - shift[:, None])
+                _weights(memory, slot).store(weights.to(memory.q.dtype))
+                fence_async_shared()
+                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                total = total * acc_scale + gl.sum(weights, 1)
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
@@ -341,17 +340,14 @@ def _load_queries(program, item, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     memory = program.memory
-    rows, is_row = common.query_rows(program, item, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Loads start before the first is needed, as far as registers allow.
-    first = common.load_signed(rows + column, is_row, SHAPE)
-    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
-    second = common.load_signed(rows + (column + _QUARTER), is_row, SHAPE)
-    third = common.load_signed(rows + (column + 2 * _QUARTER), is_row, SHAPE)
+    first = common.load_queries(program, item, 0, _QUARTER, SHAPE)
+    last = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE)
+    second = common.load_queries(program, item, _QUARTER, _QUARTER, SHAPE)
+    third = common.load_queries(program, item, 2 * _QUARTER, _QUARTER, SHAPE)
     memory.q.index(0).store(first)
     memory.q_tail.store(last)
-    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_queries(program, item, 3 * _QUARTER, _QUARTER, SHAPE)
     first = memory.q.index(0).load(operand)
     common.group_barrier()  # all warps have read it
     memory.q.index(0).store(second)
@@ -368,17 +364,14 @@ def _narrow_queries(program, item, step, grid: gl.constexpr, SHAPE: gl.constexpr
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     dtype: gl.constexpr = program.q.dtype.element_ty
     memory = program.memory
-    rows, is_row = common.query_rows(program, item, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
-    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
+    last = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE)
     largest = gl.max(gl.abs(last.to(gl.float32)), 1)
     for quarter in gl.static_range(3):
-        values = common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE)
+        values = common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE)
         as_rows(memory.q.index(quarter), dtype, _QUARTER).store(values)
         largest = gl.maximum(largest, gl.max(gl.abs(values.to(gl.float32)), 1))
-    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_queries(program, item, 3 * _QUARTER, _QUARTER, SHAPE)
     row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
     memory.codes.row_units.store(row_unit)
     power = inverse_of(row_unit)[:, None]
@@ -399,28 +392,6 @@ def _narrow_queries(program, item, step, grid: gl.constexpr, SHAPE: gl.constexpr
 
 
 @gluon.jit
-def _products(program, q_first, step, grid: gl.constexpr, SHAPE: gl.constexpr):
-    """Starts the products of the queries with a tile of keys."""
-    memory, barriers = program.memory, program.barriers
-    scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
-    for quarter in gl.static_range(4):
-        slot = (4 * step + quarter) % SHAPE.ring
-        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)
-        queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
-        keys = common.matrix(memory.k, slot).permute([1, 0])
-        scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
-def _add_tail(program, scores, step):
-    """Starts the product of the tails, too."""
-    memory, slot = program.memory, step % _TAILS
-    mbarrier.wait(program.barriers.tail_ready.index(slot), step // _TAILS & 1)
-    return warpgroup_mma(memory.q_tail, common.matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
-
-
-@gluon.jit
 def _unit(program, step, SHAPE: gl.constexpr):
     """The power of two that the values of a tile were divided by."""
     slot = 4 * step % SHAPE.ring
@@ -435,33 +406,6 @@ def _weights(memory, slot):
         return common.matrix(memory.tails, slot)
     else:  # noqa: RET505, a constant condition
         return as_rows(memory.tails.index(slot), gl.float16, _KEYS)
-
-
-@gluon.jit
-def _weigh(
-    program, item, scores, raw_max, total, key, bounds, step, factor, ratio, grid: gl.constexpr, SHAPE: gl.constexpr
-):
-    """Hands the weights of a tile and `acc_scale`, the factor of the sums so far, to the value consumers.
-
-    Returns the new maximum and the new sum of weights.
-    """
-    memory, slot = program.memory, step % _TAILS
-    row_first, row_end = bounds
-    if (key < item.inner) | (key + _KEYS > item.edge):
-        column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
-        visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
-        if (key < item.first) | (key + _KEYS > item.stop):
-            common.clear_outside(memory.k, step, key, item, SHAPE)
-    new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), factor)
-    factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
-    acc_scale = gl.exp2(exponent)
-    memory.acc_scale.index(slot).store(acc_scale * ratio)
-    weights = gl.exp2(scores * factor[:, None] - shift[:, None])
-    _weights(memory, slot).store(weights.to(memory.q.dtype))
-    fence_async_shared()
-    mbarrier.arrive(program.barriers.weights_ready.index(slot), count=1)
-    return new_raw_max, total * acc_scale + gl.sum(weights, 1)
 
 
 @gluon.jit

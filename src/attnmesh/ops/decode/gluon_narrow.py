@@ -33,10 +33,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
@@ -64,16 +63,12 @@ Barriers = namedtuple("Barriers", "k_ready k_free tail_ready weights_ready resul
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    shared = Schedule.of(call, state, TILES)
-    shape = common.shape_of(shared, ROWS, RING)
-    pools = common.pool_descriptors(call, shape.piece)
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    return common.launch_over_latents(_attend_kernel, Schedule.of(call, state, TILES), ROWS, RING, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, q, q_strides,
-    table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -84,15 +79,15 @@ def _attend_kernel(
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    key_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    q_memory = gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide)
-    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], key_layout)
-    tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], key_layout)
-    weights = gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide)
-    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
-    weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
-
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], wide),
+        gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide),
+        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide),
+        gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat),
+        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+    )
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
         k_ready=new_barriers(RING, 1),
@@ -107,8 +102,7 @@ def _attend_kernel(
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work = common.work_tile_of_program(kv_heads, SHAPE)
     position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
-    pools = common.Pools(k_main, k_tail, None, table, table_stride)
+    pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     gl.warp_specialize(
@@ -155,16 +149,13 @@ def _score(program, SHAPE: gl.constexpr):
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         common.clear_outside(memory.k, step, key, item, SHAPE)
-                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
-                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
-                acc_scale = gl.exp2(exponent)
+                raw_max, factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
                 memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores * factor[None, :] - shift[None, :])
                 memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
                 fence_async_shared()
                 mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
                 total = total * acc_scale[None, :] + weights
-                raw_max = new_raw_max
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
@@ -180,12 +171,9 @@ def _score(program, SHAPE: gl.constexpr):
 def _load_queries(program, item, SHAPE: gl.constexpr):
     """Writes the queries to shared memory."""
     memory = program.memory
-    rows, is_row = common.query_rows(program, item, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
     for quarter in gl.static_range(4):
-        memory.q.index(quarter).store(common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
-    memory.q_tail.store(common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
+        memory.q.index(quarter).store(common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE))
+    memory.q_tail.store(common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE))
     fence_async_shared()
     common.group_barrier()
 
