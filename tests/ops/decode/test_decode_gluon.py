@@ -278,7 +278,7 @@ def test_a_position_past_the_table():
 PLANTED = {
     "keys are read before they arrive": ("mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)", "pass"),
     "no fence shows the weights": (
-        "fence_async_shared()\n                mbarrier.arrive(barriers.weights", "mbarrier.arrive(barriers.weights",
+        "common.fence_and_arrive(barriers.weights_ready, slot)", "mbarrier.arrive(barriers.weights_ready.index(slot))",
     ),
     "sums are not rescaled": ("left = left * acc_scale[:, None]", "pass"),
     "keys past the end are not cleared": ("common.clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
@@ -294,7 +294,7 @@ PLANTED_WIDENED = {
     ),
     "the scales of another tile": ("mbarrier.wait(codes.scales_ready.index(0), step & 1)", "pass"),
     "no fence shows the keys": (
-        "fence_async_shared()\n                mbarrier.arrive(barriers.k_ready", "mbarrier.arrive(barriers.k_ready",
+        "common.fence_and_arrive(barriers.k_ready, at % RING)", "mbarrier.arrive(barriers.k_ready.index(at % RING))",
     ),
 }  # fmt: skip
 
@@ -333,7 +333,7 @@ PLANTED_FP8 = {
     ),
     "the scales of another quarter": ("slice(quarter, 1, dim", "slice(quarter // 2, 1, dim"),
     "a byte without its sign": ("0xB391", "0x0301"),
-    "no fence shows the queries": ("fence_async_shared()\n    common.group_barrier()", "common.group_barrier()"),
+    "no fence shows the queries": ("common.fence_warps()", "common.group_barrier()"),
 }  # fmt: skip
 ALL_PLANTED = (
     (gluon_latent, {}, PLANTED), (gluon_latent, FP8, PLANTED_WIDENED), (gluon_narrow, {}, PLANTED_NARROW),

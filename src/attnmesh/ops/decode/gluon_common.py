@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import Launches, Schedule, rope_of, v_in_k
@@ -28,18 +28,12 @@ from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 KEYS = 64  # per tile
 _KEYS = gl.constexpr(KEYS)
 
-
 # The inputs that decide which keys a sequence attends to.
 Sources = namedtuple("Sources", "cur_pos range_first range_end batch capacity window")
 
 
-class Position(NamedTuple):
-    """Where a program is in the list of units."""
-
-    sequence: Any
-    unit: Any  # of the sequence
-    at: Any  # in the list
-    stop: Any
+# Where a program is in the list of units: a sequence, the unit of the sequence, its index in the list, and the end.
+Position = namedtuple("Position", "sequence unit at stop")
 
 
 class Item(NamedTuple):
@@ -60,13 +54,21 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
+def _first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
     """The position of the first unit of a program's partition."""
     index = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     _, first, end = _key_range(sources, index, SHAPE.tokens)
     count = _count_units(first, end, SHAPE.unit)
     partition = work.partition.to(gl.int64)
-    total, partitions = _partition_units(count, partitions, max_splits)
+    # As `triton_kernels.partition_units`.
+    total = gl.sum(count, 0).to(gl.int64)
+    min_units = total * 0 + 1
+    if max_splits is not None:
+        longest = gl.max(count, 0)
+        alone = gl.maximum((longest + max_splits - 1) // max_splits, 1)
+        among = gl.maximum((longest + max_splits - 3) // (max_splits - 1), 1)
+        min_units = gl.where(longest == total, alone, among)
+    partitions = gl.minimum(partitions, gl.maximum(total // min_units, 1))
     at = partition * total // partitions
     stop = gl.minimum((partition + 1) * total // partitions, total)
     before = gl.associative_scan(count, 0, add)
@@ -79,19 +81,6 @@ def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, B
 def add(a, b):
     """How a scan combines numbers."""
     return a + b
-
-
-@gluon.jit
-def _partition_units(count, partitions, max_splits):
-    """`triton_kernels.partition_units`."""
-    total = gl.sum(count, 0).to(gl.int64)
-    min_units = total * 0 + 1
-    if max_splits is not None:
-        longest = gl.max(count, 0)
-        alone = gl.maximum((longest + max_splits - 1) // max_splits, 1)
-        among = gl.maximum((longest + max_splits - 3) // (max_splits - 1), 1)
-        min_units = gl.where(longest == total, alone, among)
-    return total, gl.minimum(partitions, gl.maximum(total // min_units, 1))
 
 
 @gluon.jit
@@ -291,12 +280,31 @@ def update_raw_max(raw_max, highest, factor):
 
 
 @gluon.jit
-def work_tile_of_program(kv_heads, SHAPE: gl.constexpr):
-    """The work tile of this program. Programs are ordered by partition, then by head and tile of rows."""
+def work_of_program(sources, kv_heads, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
+    """The work tile of this program, whose barriers are made, and where its partition of the list begins.
+
+    Programs are ordered by partition, then by head and tile of rows.
+    """
+    fence_async_shared()
     tiles = (SHAPE.group * SHAPE.tokens + SHAPE.rows - 1) // SHAPE.rows
     heads = kv_heads * tiles
     head_tile = gl.program_id(0) % heads
-    return WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, gl.program_id(0) // heads)
+    work = WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, gl.program_id(0) // heads)
+    return work, _first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+
+
+@gluon.jit
+def fence_warps():
+    """Lets the products of a group of warps see what its warps have written to shared memory."""
+    fence_async_shared()
+    group_barrier()
+
+
+@gluon.jit
+def fence_and_arrive(barriers, at):
+    """Lets the products of others, who wait for a barrier, see what a group of warps has written to shared memory."""
+    fence_async_shared()
+    mbarrier.arrive(barriers.index(at), count=1)
 
 
 @gluon.jit

@@ -27,12 +27,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
@@ -122,11 +117,8 @@ def _attend_kernel(
         result_ready=new_barriers(1, 1),
         result_free=new_barriers(1, 2),
     )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
     pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
@@ -242,8 +234,7 @@ def _score(program, SHAPE: gl.constexpr):
                 for quarter in gl.static_range(4):
                     scaled = weights * (scales[quarter] * _HALF_BIAS)
                     memory.weights.index(4 * slot + quarter).permute([1, 0]).store(scaled.to(memory.weights.dtype))
-                fence_async_shared()
-                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                common.fence_and_arrive(barriers.weights_ready, slot)
                 total = total * acc_scale[None, :] + weights
                 row_max = new_row_max
                 step += 1
@@ -294,8 +285,7 @@ def _load_queries(program, item, SHAPE: gl.constexpr):
         memory.q.index(part).store((parts[part].to(gl.float32) * factor).to(gl.float16))
     memory.q_tail.store((tail * factor).to(memory.q_tail.dtype))
     memory.q_unit.store(_to_bf16(inverse, _INVERSE).to(gl.float32) * (0.5 / _SPREAD))
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
 
 
 @gluon.jit

@@ -18,12 +18,7 @@ from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
@@ -96,11 +91,8 @@ def _attend_kernel(
         v_free=new_barriers(RING, HALVES), cleared=new_barriers(1, 2), sums_ready=new_barriers(1, 1),
         sums_free=new_barriers(1, 1),
     )  # fmt: skip
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, keys, values, sums, row_max, total)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     pools = Pools(k_blocks, v_blocks, table, table_stride)
@@ -154,8 +146,7 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
         if item.tiles > 0:
             row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
             memory.q.index(PART).store(common.load_queries(program, item, 0, D, SHAPE, FIRST))
-            fence_async_shared()
-            common.group_barrier()
+            common.fence_warps()
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
@@ -180,8 +171,7 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
                             PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1
                         )
                         common.clear_columns(tile_part, key, item)
-                        fence_async_shared()
-                        common.group_barrier()
+                        common.fence_warps()
                         if HALVES == 2:  # each clears half of the columns
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)

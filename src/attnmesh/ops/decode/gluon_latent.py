@@ -43,12 +43,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
@@ -180,11 +175,8 @@ def _attend_kernel(
             new_barriers(2, 1),
             new_barriers(1, 1),
         )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
     memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
     pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
@@ -240,8 +232,7 @@ def _widen_quarters(program, SHAPE: gl.constexpr):
                 widen_to_fp16(pairs, scales[quarter], unit, common.matrix(memory.k, at % RING))
                 if quarter == 0:  # in the slot of tile `step - 3`, which the value consumers are done with
                     write_unit(unit, codes.units.index(step % _TAILS))
-                fence_async_shared()
-                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
+                common.fence_and_arrive(barriers.k_ready, at % RING)
             step += 1
             key += _KEYS
             blocks = following
@@ -321,8 +312,7 @@ def _score(program, SHAPE: gl.constexpr):
                 memory.acc_scale.index(slot).store(acc_scale * ratio)
                 weights = gl.exp2(scores * row_factor[:, None] - shift[:, None])
                 _weights(memory, slot).store(weights.to(memory.q.dtype))
-                fence_async_shared()
-                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                common.fence_and_arrive(barriers.weights_ready, slot)
                 total = total * acc_scale + gl.sum(weights, 1)
                 step += 1
 
@@ -353,8 +343,7 @@ def _load_queries(program, item, grid: gl.constexpr, SHAPE: gl.constexpr):
     memory.q.index(0).store(second)
     memory.q.index(1).store(third)
     memory.q.index(2).store(fourth)
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
     return first
 
 
@@ -386,8 +375,7 @@ def _narrow_queries(program, item, step, grid: gl.constexpr, SHAPE: gl.constexpr
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
     unit = _unit(program, step, SHAPE)
     memory.q_tail.store((last.to(gl.float32) * (power * inverse_of(unit))).to(dtype))
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
     return q_first, unit
 
 

@@ -22,12 +22,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
@@ -97,11 +92,8 @@ def _attend_kernel(
         result_ready=new_barriers(1, 1),
         result_free=new_barriers(1, 1),
     )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
     pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
@@ -153,8 +145,7 @@ def _score(program, SHAPE: gl.constexpr):
                 memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores * factor[None, :] - shift[None, :])
                 memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
-                fence_async_shared()
-                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                common.fence_and_arrive(barriers.weights_ready, slot)
                 total = total * acc_scale[None, :] + weights
                 step += 1
 
@@ -174,8 +165,7 @@ def _load_queries(program, item, SHAPE: gl.constexpr):
     for quarter in gl.static_range(4):
         memory.q.index(quarter).store(common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE))
     memory.q_tail.store(common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE))
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
 
 
 @gluon.jit
