@@ -34,6 +34,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.dense.triton_tiles import tanh
 
+# They change from step to step, and specialization would recompile for each kind of value.
+NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "partitions", "max_splits", "error_base", "mask_width"]
+# The rows of a tile: whether they exist, their sequences, query heads and tokens.
+Rows = namedtuple("Rows", "exist sequence head token")
+_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+_CHAIN = tl.constexpr(128)  # products of float32 that are summed one after another
+_NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 # Two 16-bit words in, their lower and upper values out: four bytes become four fp16 values.
 _FP8_HALVES = tl.constexpr("""{
     .reg .b32 sorted;
@@ -243,10 +250,6 @@ def normalize_to_fp16(q):
     return (wide * down[None, :]).to(tl.float16), (exponent << 23).to(tl.float32, bitcast=True)
 
 
-# They change from step to step, and specialization would recompile for each kind of value.
-NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "partitions", "max_splits", "error_base", "mask_width"]
-
-
 @triton.jit
 def valid_position(position, capacity):
     """A position in 32 bits, or -1 (skipped) if it is beyond the capacity: nothing is read; the merge records it."""
@@ -322,10 +325,6 @@ def row_tiles(batch, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constex
     return row_count, tl.cdiv(row_count, ROWS)
 
 
-# The rows of a tile: whether they exist, their sequences, query heads and tokens.
-Rows = namedtuple("Rows", "exist sequence head token")
-
-
 @triton.jit
 def locate_rows(index, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
     """Some rows of a kv head, ordered by (sequence, if all share one cache), query head of the group, token."""
@@ -340,19 +339,6 @@ def locate_rows(index, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: t
 def row_offsets(strides, rows):
     """The offsets of rows in a tensor [sequences, query heads, tokens, ...]."""
     return rows.sequence.to(tl.int64) * strides[0] + rows.head.to(tl.int64) * strides[1] + rows.token * strides[2]
-
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def row_key_range(range_first, range_end, rows, row_last, TOKENS: tl.constexpr):
-    """The first and the last visible key of each row, up to `row_last`, in 32 bits."""
-    at = rows.sequence * TOKENS + rows.token
-    end = tl.maximum(tl.load(range_end + at, mask=row_last >= 0, other=0), 0)
-    end = tl.minimum(end, row_last + 1).to(tl.int32)
-    first = tl.maximum(tl.load(range_first + at, mask=row_last >= 0, other=0), 0)
-    return tl.minimum(first, end).to(tl.int32), end - 1
 
 
 @triton.jit
@@ -387,11 +373,6 @@ def visible_keys(
     if row_first is not None:
         visible = visible & (keys[:, None] >= row_first[None, :])
     return scores, visible
-
-
-_LN_2 = tl.constexpr(0.6931471805599453)
-_CHAIN = tl.constexpr(128)  # products of float32 that are summed one after another
-_NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 
 
 @triton.jit
@@ -586,7 +567,11 @@ def split_kernel(
         # The last key visible to each row; -1 for rows that do not exist.
         row_first = range_first
         if range_first is not None:
-            row_first, own = row_key_range(range_first, range_end, rows, row_last, TOKENS)
+            of_row = rows.sequence * TOKENS + rows.token
+            row_end = tl.maximum(tl.load(range_end + of_row, mask=row_last >= 0, other=0), 0)
+            row_end = tl.minimum(row_end, row_last + 1).to(tl.int32)
+            row_first = tl.maximum(tl.load(range_first + of_row, mask=row_last >= 0, other=0), 0)
+            row_first, own = tl.minimum(row_first, row_end).to(tl.int32), row_end - 1
         else:
             own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + rows.token, -1)
 
@@ -614,8 +599,7 @@ def split_kernel(
             q_main, q_odd = tl.split(tl.permute(tl.reshape(q_main, (MAIN // 2, 2, ROWS)), (0, 2, 1)))
         # The carry: `acc / sum(denominator)` is the output so far, `row_max + log2(sum(denominator))` its base-2 lse.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
-        acc_odd = acc
-        acc_second = acc
+        acc_odd, acc_second = acc, acc
         denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
 
@@ -626,8 +610,7 @@ def split_kernel(
         k_head = head_pointer(k, k_strides, head * HEADS, sequence, PER_SEQUENCE)
         v_head = head_pointer(v, v_strides, head * HEADS, sequence, PER_SEQUENCE)
         of_second = (index_of_row // TOKENS % GROUP >= GROUP // HEADS)[None, :]
-        k_scale_head = k_scales
-        v_scale_head = v_scales
+        k_scale_head, v_scale_head = k_scales, v_scales
         if (STORAGE == "int8") | (STORAGE == "bfp8") | (STORAGE == "fp8_ds_mla"):
             k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
         if (STORAGE == "int8") | (STORAGE == "bfp8"):
