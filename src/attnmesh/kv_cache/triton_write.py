@@ -311,7 +311,13 @@ def _prepare_kernel(
             x, q_strides[2], head, q_heads, position, frequencies, cosines, sines, q_before, q_after,
             EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
         )  # fmt: skip
-        _store_queries(rotated, buffer, row, token, head, q_heads, batch, tokens, parts, D, BLOCK_D)
+        # In the send buffer, [heads, rows of the part, tokens, D], one part after the other.
+        part = ((row + 1) * parts - 1) // batch
+        start, stop = batch * part // parts, batch * (part + 1) // parts
+        address = start * q_heads * tokens + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
+        column = tl.arange(0, BLOCK_D)
+        mask = (head < q_heads)[:, None] & (column < D)[None, :]
+        tl.store(buffer + address[:, None] * D + column[None, :], rotated.to(buffer.dtype.element_ty), mask=mask)
     elif STORAGE is not None:
         if (row >= rows_start) & (row < rows_stop):
             slot = tl.load(slots + (row - rows_start) * slot_strides[0] + token * slot_strides[1])
@@ -386,15 +392,3 @@ def _apply_weight(x, weight, column, D: tl.constexpr):
     if weight is not None:
         x = x * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     return x
-
-
-@triton.jit
-def _store_queries(x, buffer, row, token, head, heads, batch, tokens, parts, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store queries in the send buffer: [heads, rows of the part, tokens, D], one part after the other."""
-    part = ((row + 1) * parts - 1) // batch
-    start, stop = batch * part // parts, batch * (part + 1) // parts
-    part_begins = start * heads * tokens
-    address = part_begins + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
-    column = tl.arange(0, BLOCK_D)
-    mask = (head < heads)[:, None] & (column < D)[None, :]
-    tl.store(buffer + address[:, None] * D + column[None, :], x.to(buffer.dtype.element_ty), mask=mask)
