@@ -648,6 +648,7 @@ class Machine:
             "cdiv": lambda a, b: (a + b - 1) // b,
             "associative_scan": lambda x, axis, _combine: torch.cumsum(x, axis),  # only sums so far
             "convert_layout": lambda x, layout: x,
+            "expand_dims": torch.unsqueeze,
             "split": lambda x: x.unbind(-1),
             "join": lambda a, b: torch.stack((a, b), -1),
             "inline_asm_elementwise": run_asm,

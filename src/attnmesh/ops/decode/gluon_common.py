@@ -22,16 +22,25 @@ from attnmesh.ops.gluon_descriptor import descriptor
 from attnmesh.ops.gluon_exponents import row_exponents
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
-# The schedule.
-
-
 KEYS = 64  # per tile
-_KEYS = gl.constexpr(KEYS)
+D_V, D_TAIL = 512, 64
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+LOG2_E = 1.4426950408889634
+NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "scale_log2", "table_stride"]
+_KEYS, _QUARTER = gl.constexpr(KEYS), gl.constexpr(D_V // 4)
+_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
+# Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
+# (see `gluon_exponents`): fp16 ends at 2**16.
+RESCALE_THRESHOLD = gl.constexpr(7.0)
+# Until all warps of a group are there; Triton 3.7 has renamed it.
+group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# Of rows of queries or keys that four warps read or write, 16 bytes to a lane.
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # of the matrix instructions, 16 bits, in shared memory
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # in shared memory
 
 # The inputs that decide which keys a sequence attends to.
 Sources = namedtuple("Sources", "cur_pos range_first range_end batch capacity window")
-
-
 # Where a program is in the list of units: a sequence, the unit of the sequence, its index in the list, and the end.
 Position = namedtuple("Position", "sequence unit at stop")
 
@@ -40,6 +49,7 @@ class Item(NamedTuple):
     """Units of one sequence: tiles of 64 keys, of which [first, stop) belong to the item; without any, `tiles` is 0."""
 
     sequence: Any
+    table_row: Any  # the blocks of the sequence
     at: Any  # in the list of units
     last: Any  # position of the last token of the sequence
     first: Any
@@ -131,9 +141,10 @@ def item_at(program, position, SHAPE: gl.constexpr):
     first = gl.maximum(first, (first_unit + position.unit) * SHAPE.unit)
     begin = first // _KEYS * _KEYS
     tiles = gl.where(units > 0, (stop - begin + (_KEYS - 1)) // _KEYS, 0)
+    table_row = program.pools.table + position.sequence.to(gl.int64) * program.pools.table_stride
     return Item(
-        position.sequence, position.at, last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop), begin,
-        tiles, unit_end - position.unit, position.unit == 0, unit_end >= units,
+        position.sequence, table_row, position.at, last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop),
+        begin, tiles, unit_end - position.unit, position.unit == 0, unit_end >= units,
     )  # fmt: skip
 
 
@@ -166,21 +177,6 @@ def row_bounds(program, item, rows, SHAPE: gl.constexpr):
     return gl.maximum(first, item.first), gl.where(is_row, gl.minimum(end, item.stop), 0)
 
 
-D_V, D_TAIL = 512, 64
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-LOG2_E = 1.4426950408889634
-NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "scale_log2", "table_stride"]
-_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
-# Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
-# (see `gluon_exponents`): fp16 ends at 2**16.
-RESCALE_THRESHOLD = gl.constexpr(7.0)
-# Until all warps of a group are there; Triton 3.7 has renamed it.
-group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# Of rows of queries or keys that four warps read or write, 16 bytes to a lane.
-LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-
-
 class Shape(NamedTuple):
     """The constants of a kernel."""
 
@@ -206,6 +202,21 @@ Pools = namedtuple("Pools", "main tail scales table table_stride")
 Results = namedtuple("Results", "out out_strides lse lse_strides part_out part_lse sinks")
 # What the groups of warps of a program have in common; memory and barriers are the kernel's own.
 Program = namedtuple("Program", "q q_strides memory barriers sources position work results scale_log2 pools")
+
+
+class Memory(NamedTuple):
+    """Shared memory of the kernels over latents, each of which lacks some of it."""
+
+    q: Any = None  # of quarters of the columns
+    q_tail: Any = None
+    q_unit: Any = None  # of each row: the power of two that its queries were divided by
+    k: Any = None  # quarters
+    tails: Any = None
+    scales: Any = None  # of the quarters of a tile
+    weights: Any = None
+    acc_scale: Any = None  # factor of the sums so far after a new maximum
+    weight: Any = None  # of the sums at the end of an item
+    codes: Any = None  # where keys are widened
 
 
 def why_not(call: DecodeCall) -> str | None:
@@ -308,18 +319,12 @@ def fence_and_arrive(barriers, at):
 
 
 @gluon.jit
-def table_row_of(program, item):
-    """The blocks of the sequence of an item."""
-    return program.pools.table + item.sequence.to(gl.int64) * program.pools.table_stride
-
-
-@gluon.jit
-def blocks_of(table_row, item, key, SHAPE: gl.constexpr):
+def blocks_of(item, key, SHAPE: gl.constexpr):
     """The blocks of a tile of keys. Those past the item are outside the pool."""
     blocks = ()
     for piece in gl.static_range(_KEYS // SHAPE.piece):
         begin = key + piece * SHAPE.piece
-        blocks = blocks + (gl.load(table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
+        blocks = blocks + (gl.load(item.table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
     return blocks
 
 
@@ -350,10 +355,9 @@ def load_quarters(program, SHAPE: gl.constexpr):
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = item_at(program, position, SHAPE)
-        table_row = table_row_of(program, item)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, item, key, SHAPE)
+            blocks = blocks_of(item, key, SHAPE)
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
@@ -457,33 +461,22 @@ def finish_rows(
 
 
 @gluon.jit
-def store_rows(
+def store_sums(
     program, item, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr,
-    FIRST: gl.constexpr = 0,
+    FIRST: gl.constexpr = 0, AXIS: gl.constexpr = 0, STEP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Writes some output columns of the rows, from COLUMN of COLUMNS on, of a whole sequence or of a split."""
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    results, rows = program.results, locate_rows(program.work, down, SHAPE, FIRST)
-    column = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, item, rows)
-        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=rows.exist[:, None])
-    else:
-        row = split_rows(item, program.work, down, SHAPE, FIRST) * COLUMNS
-        gl.store(results.part_out + row[:, None] + column, sums, mask=rows.exist[:, None])
+    """Writes every STEP-th of COLUMNS output columns, from COLUMN on, of a whole sequence or of a split.
 
-
-@gluon.jit
-def store_columns(
-    program, item, sums, FIRST: gl.constexpr, STEP: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr
-):
-    """`store_rows` of sums [columns, rows]: every STEP-th output column, from FIRST on."""
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    results, rows = program.results, locate_rows(program.work, across, SHAPE)
-    column = FIRST + STEP * gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, grid))[:, None]
+    Rows are the AXIS of the sums; FIRST is the first of them in the work tile.
+    """
+    along: gl.constexpr = gl.SliceLayout(1 - AXIS, grid)
+    results, rows = program.results, locate_rows(program.work, along, SHAPE, FIRST)
+    columns = gl.arange(0, sums.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, grid))
+    column = COLUMN + STEP * gl.expand_dims(columns, AXIS)
     if item.starts & item.ends:
-        row = row_offsets(results.out_strides, item, rows)
-        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=rows.exist[None, :])
+        row = gl.expand_dims(row_offsets(results.out_strides, item, rows), 1 - AXIS)
+        exist = gl.expand_dims(rows.exist, 1 - AXIS)
+        gl.store(results.out + row + column, sums.to(results.out.dtype.element_ty), mask=exist)
     else:
-        row = split_rows(item, program.work, across, SHAPE) * (4 * _QUARTER)
-        gl.store(results.part_out + row[None, :] + column, sums, mask=rows.exist[None, :])
+        row = gl.expand_dims(split_rows(item, program.work, along, SHAPE, FIRST) * COLUMNS, 1 - AXIS)
+        gl.store(results.part_out + row + column, sums, mask=gl.expand_dims(rows.exist, 1 - AXIS))

@@ -23,7 +23,6 @@ consumers are thus done with the tile that was in this slot before.
 
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import RESCALE_THRESHOLD
+from attnmesh.ops.decode.gluon_common import OPERAND, RESCALE_THRESHOLD, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import times
@@ -59,20 +58,6 @@ _SMALLEST, _LARGEST = gl.constexpr(2.0**-111), gl.constexpr(2.0**127)  # such po
 _SPREAD = gl.constexpr(2.0**13)  # queries of up to 4 to the range of fp16
 
 
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # of each quarter: the first two of every four columns, and the last two
-    q_tail: Any
-    q_unit: Any  # of each row: the power of two that they were divided by
-    k: Any  # quarters
-    tails: Any
-    scales: Any  # of the quarters of a tile
-    weights: Any  # of quarters
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
-
-
 # The barriers of tiles, weights and results.
 Barriers = namedtuple("Barriers", "k_ready k_free weights_ready result_ready result_free")
 
@@ -96,19 +81,17 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     RING: gl.constexpr = SHAPE.ring
-    memory = Memory(
-        gl.allocate_shared_memory(gl.float16, [8, SHAPE.tile, _PAIRS], wide),
-        gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide),
-        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
-        gl.allocate_shared_memory(k_main.dtype, [4 * RING, 1, 1, _KEYS, _QUARTER], k_main.layout),
-        gl.allocate_shared_memory(dtype, [RING, 1, 1, _KEYS, _TAIL], k_tail.layout),
-        gl.allocate_shared_memory(gl.float32, [RING, 1, 1, _KEYS, 4], k_scales.layout),
-        gl.allocate_shared_memory(dtype, [4 * RING, SHAPE.tile, _KEYS], wide),
-        gl.allocate_shared_memory(gl.float32, [RING, SHAPE.tile], flat),
-        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+    memory = common.Memory(
+        q=gl.allocate_shared_memory(gl.float16, [8, SHAPE.tile, _PAIRS], OPERAND),  # two halves of each quarter
+        q_tail=gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], OPERAND),
+        q_unit=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
+        k=gl.allocate_shared_memory(k_main.dtype, [4 * RING, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        tails=gl.allocate_shared_memory(dtype, [RING, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        scales=gl.allocate_shared_memory(gl.float32, [RING, 1, 1, _KEYS, 4], k_scales.layout),
+        weights=gl.allocate_shared_memory(dtype, [4 * RING, SHAPE.tile, _KEYS], OPERAND),
+        acc_scale=gl.allocate_shared_memory(gl.float32, [RING, SHAPE.tile], VECTOR),
+        weight=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
     )
     barriers = Barriers(
         k_ready=new_barriers(RING, _COPIES),
@@ -139,10 +122,9 @@ def _load(program, SHAPE: gl.constexpr):
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = common.item_at(program, position, SHAPE)
-        table_row = common.table_row_of(program, item)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = common.blocks_of(table_row, item, key, SHAPE)
+            blocks = common.blocks_of(item, key, SHAPE)
             slot = step % RING
             ready = barriers.k_ready.index(slot)
             mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)
@@ -158,8 +140,7 @@ def _load(program, SHAPE: gl.constexpr):
 @gluon.jit
 def _pairs(memory, slot, QUARTER: gl.constexpr):
     """The pairs of bytes [keys, pairs] of a quarter."""
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return memory.k.index(4 * slot + QUARTER)._reinterpret(gl.int16, [_KEYS, _PAIRS], wide)
+    return memory.k.index(4 * slot + QUARTER)._reinterpret(gl.int16, [_KEYS, _PAIRS], OPERAND)
 
 
 @gluon.jit
@@ -330,5 +311,5 @@ def _add_values(PART: gl.constexpr, program, SHAPE: gl.constexpr):
             sums = (even0, odd0, even1, odd1)
             for part in gl.static_range(4):
                 column = (2 * PART + part // 2) * _QUARTER + part % 2
-                common.store_columns(program, item, sums[part] * weight, column, 2, grid, SHAPE)
+                common.store_sums(program, item, sums[part] * weight, column, 4 * _QUARTER, grid, SHAPE, AXIS=1, STEP=2)
         position = common.after(position, item)

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import OPERAND, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
@@ -76,15 +77,15 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_memory = gl.allocate_shared_memory(dtype, [2, _ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
-    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout)
-    values = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain)
-    row_max = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-    total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [2, _ROWS, D], OPERAND),
+        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout),
+        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout),
+        gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain),
+        gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
+    )
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
         k_ready=new_barriers(RING, 1), k_free=new_barriers(RING, HALVES), v_ready=new_barriers(RING, 1),
@@ -93,7 +94,6 @@ def _attend_kernel(
     )  # fmt: skip
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, keys, values, sums, row_max, total)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     pools = Pools(k_blocks, v_blocks, table, table_stride)
     program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
@@ -113,10 +113,9 @@ def _load(program, SHAPE: gl.constexpr):
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = common.item_at(program, position, SHAPE)
-        table_row = common.table_row_of(program, item)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = common.blocks_of(table_row, item, key, SHAPE)
+            blocks = common.blocks_of(item, key, SHAPE)
             slot = step % RING
             before = (step // RING & 1) ^ 1
             mbarrier.wait(barriers.k_free.index(slot), before)
@@ -187,28 +186,26 @@ def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, H
             step += item.tiles
 
             row_max = row_max_of(raw_max, scale_log2)
-            if HALVES == 2:
-                factor = common.finish_rows(program, item, rows, row_max, total, down, SHAPE, FIRST)
-                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(program, item, sums, 0, D, wide, SHAPE, FIRST)
-            elif PART == 1:
+            if HALVES == 1 and PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
                 memory.row_max.store(row_max)
                 memory.total.store(total)
                 mbarrier.arrive(barriers.sums_ready.index(0), count=1)
             else:
-                mbarrier.wait(barriers.sums_ready.index(0), done & 1)
-                other = memory.row_max.load(down)
-                both = gl.maximum(row_max, other)
-                shift = gl.where(both == float("-inf"), 0.0, both)
-                mine, theirs = gl.exp2(row_max - shift), gl.exp2(other - shift)
-                total = total * mine + memory.total.load(down) * theirs
-                sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
-                sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
-                mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = common.finish_rows(program, item, rows, both, total, down, SHAPE)
+                if HALVES == 1:
+                    mbarrier.wait(barriers.sums_ready.index(0), done & 1)
+                    other = memory.row_max.load(down)
+                    both = gl.maximum(row_max, other)
+                    shift = gl.where(both == float("-inf"), 0.0, both)
+                    mine, theirs = gl.exp2(row_max - shift), gl.exp2(other - shift)
+                    total = total * mine + memory.total.load(down) * theirs
+                    sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
+                    sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
+                    row_max = both
+                    mbarrier.arrive(barriers.sums_free.index(0), count=1)
+                factor = common.finish_rows(program, item, rows, row_max, total, down, SHAPE, FIRST)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(program, item, sums, 0, D, wide, SHAPE)
+                common.store_sums(program, item, sums, 0, D, wide, SHAPE, FIRST)
             done += 1
         position = common.after(position, item)

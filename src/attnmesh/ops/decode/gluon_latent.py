@@ -49,7 +49,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
+from attnmesh.ops.decode.gluon_common import LINES, OPERAND, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule, rope_of
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
@@ -103,18 +103,6 @@ _SPLIT = gl.constexpr("mov.b32 {$0, $1}, $2;")
 _KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothing changes, and keeps both steps
 
 
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # all but the first quarter; like keys and weights fp16 where keys are widened
-    q_tail: Any
-    k: Any
-    tails: Any  # and then the weights [ROWS, KEYS]
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
-    codes: Any  # where keys are widened
-
-
 # The barriers of quarters, tails and results.
 Barriers = namedtuple("Barriers", "k_ready k_free tail_ready scored weights_ready result_ready result_free")
 
@@ -148,14 +136,13 @@ def _attend_kernel(
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
     main: gl.constexpr = dtype if k_scales is None else gl.float16
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_memory = gl.allocate_shared_memory(main, [3, _ROWS, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
+    # Queries without the first quarter; weights are where the tail of their tile was.
+    q_rest = gl.allocate_shared_memory(main, [3, _ROWS, _QUARTER], OPERAND)
+    q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], OPERAND)
     keys = gl.allocate_shared_memory(main, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
-    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
-    weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
+    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], VECTOR)
+    weight = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
     barriers = Barriers(
         k_ready=new_barriers(SHAPE.ring, 1),
         k_free=new_barriers(SHAPE.ring, 1),
@@ -170,14 +157,16 @@ def _attend_kernel(
         codes = Codes(
             gl.allocate_shared_memory(k_main.dtype, [2, 1, 1, _KEYS, _QUARTER], k_main.layout),
             gl.allocate_shared_memory(gl.float32, [1, 1, 1, _KEYS, 4], k_scales.layout),
-            gl.allocate_shared_memory(gl.float32, [_TAILS, 1], flat),
-            gl.allocate_shared_memory(gl.float32, [_ROWS], flat),
+            gl.allocate_shared_memory(gl.float32, [_TAILS, 1], VECTOR),
+            gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
             new_barriers(2, 1),
             new_barriers(1, 1),
         )
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
     work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
+    memory = common.Memory(
+        q=q_rest, q_tail=q_tail, k=keys, tails=tails, acc_scale=acc_scale, weight=weight, codes=codes
+    )
     pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
     program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
@@ -202,16 +191,15 @@ def _widen_quarters(program, SHAPE: gl.constexpr):
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
         item = common.item_at(program, position, SHAPE)
-        table_row = common.table_row_of(program, item)
         key = item.begin
-        blocks = common.blocks_of(table_row, item, key, SHAPE)
+        blocks = common.blocks_of(item, key, SHAPE)
         unit = item.tiles * 0.0 + LOWEST_UNIT
         if item.tiles > 0:
             _fetch_codes(program, 0, blocks, key, SHAPE)
             _fetch_codes(program, 1, blocks, key, SHAPE)
             common.fetch_tail(program, step, blocks, key, SHAPE)
         for tile in range(item.tiles):
-            following = common.blocks_of(table_row, item, key + _KEYS, SHAPE)
+            following = common.blocks_of(item, key + _KEYS, SHAPE)
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
             scale = common.matrix(codes.scales, 0)
@@ -221,7 +209,8 @@ def _widen_quarters(program, SHAPE: gl.constexpr):
                 scales = scales + (scale.slice(quarter, 1, dim=1).load(_PAIRS),)  # noqa: RUF005
             for quarter in gl.static_range(4):
                 mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
-                pairs = _pairs(codes.quarters.index(quarter % 2)).load(_PAIRS)
+                pairs = codes.quarters.index(quarter % 2)._reinterpret(gl.int16, [_KEYS, _QUARTER // 2], OPERAND)
+                pairs = pairs.load(_PAIRS)
                 common.group_barrier()  # all warps have read them
                 if quarter < 2:
                     _fetch_codes(program, quarter + 2, blocks, key, SHAPE)
@@ -239,12 +228,6 @@ def _widen_quarters(program, SHAPE: gl.constexpr):
             if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
                 common.fetch_tail(program, step, blocks, key, SHAPE)
         position = common.after(position, item)
-
-
-@gluon.jit
-def _pairs(memory):
-    """The pairs of bytes [keys, pairs] of a quarter."""
-    return memory._reinterpret(gl.int16, [_KEYS, _QUARTER // 2], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -447,11 +430,11 @@ def _store(program, item, sums, COLUMN: gl.constexpr, grid: gl.constexpr, SHAPE:
     dtype: gl.constexpr = program.results.out.dtype.element_ty
     if item.starts & item.ends:
         if dtype == gl.float32:
-            common.store_rows(program, item, sums, COLUMN, _D_V, grid, SHAPE)
+            common.store_sums(program, item, sums, COLUMN, _D_V, grid, SHAPE)
         else:
-            common.store_rows(program, item, _exchange(sums.to(dtype)), COLUMN, _D_V, _EIGHT_COLUMNS, SHAPE)
+            common.store_sums(program, item, _exchange(sums.to(dtype)), COLUMN, _D_V, _EIGHT_COLUMNS, SHAPE)
     else:
-        common.store_rows(program, item, sums, COLUMN, _D_V, grid, SHAPE)
+        common.store_sums(program, item, sums, COLUMN, _D_V, grid, SHAPE)
 
 
 @gluon.jit

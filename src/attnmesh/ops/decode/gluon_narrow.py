@@ -18,7 +18,6 @@ are thus done. When the score consumer has the keys of tile i, the value consume
 
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,6 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
+from attnmesh.ops.decode.gluon_common import OPERAND, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
@@ -38,18 +38,6 @@ TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
 _KEYS, _QUARTER, _TAIL = gl.constexpr(common.KEYS), gl.constexpr(common.D_V // 4), gl.constexpr(common.D_TAIL)
 _TAILS = gl.constexpr(3)
 _VALUE_CONSUMER, _PRODUCER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
-
-
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # quarters
-    q_tail: Any
-    k: Any
-    tails: Any
-    weights: Any
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
 
 
 # The barriers of quarters, tails, weights and results.
@@ -72,16 +60,14 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    memory = Memory(
-        gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], wide),
-        gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide),
-        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], k_main.layout),
-        gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout),
-        gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide),
-        gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat),
-        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+    memory = common.Memory(
+        q=gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], OPERAND),
+        q_tail=gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], OPERAND),
+        k=gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        tails=gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        weights=gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], OPERAND),
+        acc_scale=gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], VECTOR),
+        weight=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
     )
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
@@ -120,7 +106,10 @@ def _score(program, SHAPE: gl.constexpr):
         item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
             row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
-            _load_queries(program, item, SHAPE)
+            for quarter in gl.static_range(4):
+                memory.q.index(quarter).store(common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE))
+            memory.q_tail.store(common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE))
+            common.fence_warps()
             raw_max = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
             total = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
@@ -159,16 +148,6 @@ def _score(program, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def _load_queries(program, item, SHAPE: gl.constexpr):
-    """Writes the queries to shared memory."""
-    memory = program.memory
-    for quarter in gl.static_range(4):
-        memory.q.index(quarter).store(common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE))
-    memory.q_tail.store(common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE))
-    common.fence_warps()
-
-
-@gluon.jit
 def _add_values(program, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows]."""
     memory, barriers, position = program.memory, program.barriers, program.position
@@ -203,5 +182,6 @@ def _add_values(program, SHAPE: gl.constexpr):
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
             for quarter in gl.static_range(4):
-                common.store_columns(program, item, sums[quarter] * weight, quarter * _QUARTER, 1, grid, SHAPE)
+                part, column = sums[quarter] * weight, quarter * _QUARTER
+                common.store_sums(program, item, part, column, 4 * _QUARTER, grid, SHAPE, AXIS=1)
         position = common.after(position, item)
