@@ -351,8 +351,8 @@ class Kernel:
     def __init__(self, machine, function):
         self.machine, self.function = machine, function
 
-    def __call__(self, *args):
-        return self.function(*args)
+    def __call__(self, *args, **constants):
+        return self.function(*args, **constants)
 
     def __getitem__(self, grid):
         def launch(*args, num_warps, maxnreg=None, num_stages=None, launch_pdl=False, **constants):
@@ -648,6 +648,7 @@ class Machine:
             "cdiv": lambda a, b: (a + b - 1) // b,
             "associative_scan": lambda x, axis, _combine: torch.cumsum(x, axis),  # only sums so far
             "convert_layout": lambda x, layout: x,
+            "expand_dims": torch.unsqueeze,
             "split": lambda x: x.unbind(-1),
             "join": lambda a, b: torch.stack((a, b), -1),
             "inline_asm_elementwise": run_asm,

@@ -10,6 +10,7 @@ rotates a number together with one that another thread holds: it is loaded a sec
 being exchanged between threads. Any RoPE layout is then only another column to load.
 """
 
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnmesh.ops.block.config import AttentionConfig, AttentionWeights, ProjectedKV
-from attnmesh.ops.block.norm_rope import CosSin, Norm
+from attnmesh.ops.block.norm_rope import CosSin
 from attnmesh.ops.dense.triton_tiles import padded
 from attnmesh.ops.storage import (
     BFP_BITS,
@@ -67,9 +68,8 @@ def pool_pointers(pool: Stored) -> tuple[Tensor, tuple[int, ...], Tensor | None,
     if isinstance(pool, Tensor):
         return pool, pool.stride(), None, (0,)
     assert isinstance(pool, Quantized)
-    if pool.values.dtype == torch.float8_e4m3fn:
-        return pool.values.view(torch.uint8), pool.values.stride(), pool.scales, pool.scales.stride() or (0,)
-    return pool.values, pool.values.stride(), pool.scales, pool.scales.stride()
+    values = pool.values.view(torch.uint8) if pool.values.dtype == torch.float8_e4m3fn else pool.values
+    return values, values.stride(), pool.scales, pool.scales.stride() or (0,)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -86,44 +86,42 @@ def _write_kernel(
     if slot >= 0:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         block, offset = slot // block_size, slot % block_size
-        write_heads(
-            k + sequence * k_strides[0] + token * k_strides[2], k_strides[1], k_strides[3], keys, keys_strides,
-            key_scales, key_scales_strides, block, offset, head, heads, STORAGE, D, BLOCK_D, HEADS,
-        )  # fmt: skip
-        write_heads(
-            v + sequence * v_strides[0] + token * v_strides[2], v_strides[1], v_strides[3], values, values_strides,
-            value_scales, value_scales_strides, block, offset, head, heads, STORAGE, DV, BLOCK_DV, HEADS,
-        )  # fmt: skip
+        k_token = k + sequence * k_strides[0] + token * k_strides[2]
+        k_place = Place(keys, keys_strides, key_scales, key_scales_strides, block, offset)
+        v_place = Place(values, values_strides, value_scales, value_scales_strides, block, offset)
+        write_heads(k_token, k_strides[1], k_strides[3], k_place, head, heads, STORAGE, D, BLOCK_D)
+        v_token = v + sequence * v_strides[0] + token * v_strides[2]
+        write_heads(v_token, v_strides[1], v_strides[3], v_place, head, heads, STORAGE, DV, BLOCK_DV)
+
+
+# Where the heads of a token are stored.
+Place = namedtuple("Place", "pool strides scales scale_strides block offset")
 
 
 @triton.jit
 def write_heads(
-    x, head_stride, dim_stride, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
-    STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    """Load HEADS heads of one token, [HEADS, BLOCK_D], and store them in its block."""
+    x, head_stride, dim_stride, place, head, heads, STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load heads of one token, [HEADS, BLOCK_D], and store them in its block."""
     at = head.to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
     wide = tl.load(x + at[:, None] * head_stride + column[None, :] * dim_stride, mask=mask, other=0.0).to(tl.float32)
-    store_heads(
-        wide, pool, pool_strides, scales, scales_strides, block, offset, head, heads, STORAGE, D, BLOCK_D, HEADS
-    )
+    store_heads(wide, place, head, heads, STORAGE, D)
 
 
 @triton.jit
-def store_heads(
-    wide, pool, pool_strides, scales, scales_strides, block, offset, head, heads,
-    STORAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+def store_heads(wide, place, head, heads, STORAGE: tl.constexpr, D: tl.constexpr):
     """Quantize heads in registers, float32 [HEADS, BLOCK_D] and 0 beyond D, and store them in their block."""
+    HEADS: tl.constexpr = wide.shape[0]
+    BLOCK_D: tl.constexpr = wide.shape[1]
+    pool, strides, scales, scale_strides, block, offset = place
     at = head.to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     mask = (head < heads)[:, None] & (column < D)[None, :]
-    row = pool + block * pool_strides[0] + offset * pool_strides[1] + at * pool_strides[2]
-    target = row[:, None] + column[None, :]
+    target = (pool + block * strides[0] + offset * strides[1] + at * strides[2])[:, None] + column[None, :]
     if STORAGE == "fp8":
-        scale = tl.load(scales + at * scales_strides[0], mask=head < heads, other=1.0)
+        scale = tl.load(scales + at * scale_strides[0], mask=head < heads, other=1.0)
         tl.store(target, _e4m3(tl.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))), mask=mask)
     elif STORAGE == "int8":
         amax = tl.max(tl.abs(wide), 1)
@@ -131,7 +129,7 @@ def store_heads(
         divisor = tl.where(scale > 0.0, scale, 1.0)
         steps = _steps(tl.div_rn(wide, tl.broadcast_to(divisor[:, None], wide.shape)))
         tl.store(target, steps, mask=mask)
-        address = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
+        address = scales + block * scale_strides[0] + offset * scale_strides[1] + at * scale_strides[2]
         tl.store(address, scale, mask=head < heads)
     elif STORAGE == "bfp8":
         GROUPS: tl.constexpr = BLOCK_D // _BFP_GROUP
@@ -145,9 +143,9 @@ def store_heads(
         steps = tl.reshape(_steps(grouped * step[:, :, None]), (HEADS, BLOCK_D))
         tl.store(target, steps, mask=mask)
         group = tl.arange(0, GROUPS)
-        address = scales + block * scales_strides[0] + offset * scales_strides[1] + at * scales_strides[2]
+        address = scales + block * scale_strides[0] + offset * scale_strides[1] + at * scale_strides[2]
         real = (head < heads)[:, None] & (group < D // _BFP_GROUP)[None, :]
-        tl.store(address[:, None] + group[None, :] * scales_strides[3], exponent.to(tl.int8), mask=real)
+        tl.store(address[:, None] + group[None, :] * scale_strides[3], exponent.to(tl.int8), mask=real)
     else:
         tl.store(target, wide.to(pool.dtype.element_ty), mask=mask)
 
@@ -260,7 +258,8 @@ def norm_rope_write(
             q, q.stride(), buffer, positions, positions.stride(), batch, tokens, parts, heads,
             None if rope is None else rope.on(q.device), *_angles(cos_sin),
             *(None if weight is None else weight.contiguous() for weight in norms), kv_heads, *_cache_arguments(new),
-            EPS_BEFORE=_eps(config.norm_before_rope), EPS_AFTER=_eps(config.norm_after_rope),
+            EPS_BEFORE=getattr(config.norm_before_rope, "eps", None),
+            EPS_AFTER=getattr(config.norm_after_rope, "eps", None),
             ROTARY=0 if rope is None else rope.dim, PAIRS=rope is not None and rope.layout == "pairs",
             FACTOR=1.0 if rope is None else rope.factor,
             D=dim, BLOCK_D=block_d, HEADS=tile, num_warps=4,
@@ -285,10 +284,6 @@ def _cache_arguments(new: ProjectedKV | None) -> tuple[Any, ...]:
         new.kv, new.kv.stride(), new.rows.start, new.rows.stop, new.first, new.slots, new.slots.stride(),
         values_of(new.keys).shape[1], *pool_pointers(new.keys), *pool_pointers(new.values), storage_of(new.keys),
     )  # fmt: skip
-
-
-def _eps(norm: Norm | None) -> float | None:
-    return None if norm is None else norm.eps
 
 
 @triton.jit(do_not_specialize=["batch", "tokens", "parts", "rows_start", "rows_stop", "kv_first"])
@@ -316,7 +311,13 @@ def _prepare_kernel(
             x, q_strides[2], head, q_heads, position, frequencies, cosines, sines, q_before, q_after,
             EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
         )  # fmt: skip
-        _store_queries(rotated, buffer, row, token, head, q_heads, batch, tokens, parts, D, BLOCK_D)
+        # In the send buffer, [heads, rows of the part, tokens, D], one part after the other.
+        part = ((row + 1) * parts - 1) // batch
+        start, stop = batch * part // parts, batch * (part + 1) // parts
+        address = start * q_heads * tokens + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
+        column = tl.arange(0, BLOCK_D)
+        mask = (head < q_heads)[:, None] & (column < D)[None, :]
+        tl.store(buffer + address[:, None] * D + column[None, :], rotated.to(buffer.dtype.element_ty), mask=mask)
     elif STORAGE is not None:
         if (row >= rows_start) & (row < rows_stop):
             slot = tl.load(slots + (row - rows_start) * slot_strides[0] + token * slot_strides[1])
@@ -331,16 +332,13 @@ def _prepare_kernel(
                         EPS_BEFORE, EPS_AFTER, ROTARY, PAIRS, FACTOR, D, BLOCK_D,
                     )  # fmt: skip
                     rotated = rotated.to(kv.dtype.element_ty).to(tl.float32)
-                    store_heads(
-                        rotated, keys, keys_strides, key_scales, key_scales_strides, block, offset, head, kv_heads,
-                        STORAGE, D, BLOCK_D, HEADS,
-                    )  # fmt: skip
+                    place = Place(keys, keys_strides, key_scales, key_scales_strides, block, offset)
+                    store_heads(rotated, place, head, kv_heads, STORAGE, D)
                 else:
                     head = (tile - q_tiles - kv_tiles) * HEADS + tl.arange(0, HEADS)
-                    write_heads(
-                        x + kv_heads * D * kv_strides[2], D * kv_strides[2], kv_strides[2], values, values_strides,
-                        value_scales, value_scales_strides, block, offset, head, kv_heads, STORAGE, D, BLOCK_D, HEADS,
-                    )  # fmt: skip
+                    x += kv_heads * D * kv_strides[2]
+                    place = Place(values, values_strides, value_scales, value_scales_strides, block, offset)
+                    write_heads(x, D * kv_strides[2], kv_strides[2], place, head, kv_heads, STORAGE, D, BLOCK_D)
 
 
 @triton.jit
@@ -394,15 +392,3 @@ def _apply_weight(x, weight, column, D: tl.constexpr):
     if weight is not None:
         x = x * tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     return x
-
-
-@triton.jit
-def _store_queries(x, buffer, row, token, head, heads, batch, tokens, parts, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store queries in the send buffer: [heads, rows of the part, tokens, D], one part after the other."""
-    part = ((row + 1) * parts - 1) // batch
-    start, stop = batch * part // parts, batch * (part + 1) // parts
-    part_begins = start * heads * tokens
-    address = part_begins + (head.to(tl.int64) * (stop - start) + (row - start)) * tokens + token
-    column = tl.arange(0, BLOCK_D)
-    mask = (head < heads)[:, None] & (column < D)[None, :]
-    tl.store(buffer + address[:, None] * D + column[None, :], x.to(buffer.dtype.element_ty), mask=mask)

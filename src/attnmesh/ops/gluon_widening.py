@@ -19,9 +19,8 @@ keys, out may lack n * 2**-25 of the values.
 # mypy: disable-error-code="assignment"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from attnmesh.ops.decode.gluon_common import LINES, group_barrier
+from attnmesh.ops.decode.gluon_common import LINES, fence_warps
 from attnmesh.ops.exponents import EXPONENT_BITS
 from attnmesh.ops.storage import LATENT_GROUP
 
@@ -120,8 +119,7 @@ def scale_tail(tail, ratio):
     """Multiplies the tail of the queries in shared memory."""
     values = tail.load(LINES)
     tail.store((values.to(gl.float32) * ratio).to(values.dtype))
-    fence_async_shared()
-    group_barrier()
+    fence_warps()
 
 
 @gluon.jit

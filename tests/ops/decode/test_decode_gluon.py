@@ -276,10 +276,10 @@ def test_a_position_past_the_table():
 
 
 PLANTED = {
-    "keys are read before they arrive": (
-        "mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)", "pass",
+    "keys are read before they arrive": ("mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)", "pass"),
+    "no fence shows the weights": (
+        "common.fence_and_arrive(barriers.weights_ready, slot)", "mbarrier.arrive(barriers.weights_ready.index(slot))",
     ),
-    "no fence shows the weights": ("fence_async_shared()\n    mbarrier.arrive", "mbarrier.arrive"),
     "sums are not rescaled": ("left = left * acc_scale[:, None]", "pass"),
     "keys past the end are not cleared": ("common.clear_outside(memory.k, step, key, item, SHAPE)", "pass"),
     "a split is written elsewhere": ("gl.where(item.starts, 1, 0)", "gl.where(item.starts, 0, 1)"),
@@ -294,7 +294,7 @@ PLANTED_WIDENED = {
     ),
     "the scales of another tile": ("mbarrier.wait(codes.scales_ready.index(0), step & 1)", "pass"),
     "no fence shows the keys": (
-        "fence_async_shared()\n                mbarrier.arrive(barriers.k_ready", "mbarrier.arrive(barriers.k_ready",
+        "common.fence_and_arrive(barriers.k_ready, at % RING)", "mbarrier.arrive(barriers.k_ready.index(at % RING))",
     ),
 }  # fmt: skip
 
@@ -331,9 +331,9 @@ PLANTED_FP8 = {
     "value consumers do not wait for weights": (
         "mbarrier.wait(barriers.weights_ready.index(slot), step // RING & 1)", "pass",
     ),
-    "the scales of another quarter": ("scale.slice(2, 1", "scale.slice(1, 1"),
+    "the scales of another quarter": ("slice(quarter, 1, dim", "slice(quarter // 2, 1, dim"),
     "a byte without its sign": ("0xB391", "0x0301"),
-    "no fence shows the queries": ("fence_async_shared()\n    common.group_barrier()", "common.group_barrier()"),
+    "no fence shows the queries": ("common.fence_warps()", "common.group_barrier()"),
 }  # fmt: skip
 ALL_PLANTED = (
     (gluon_latent, {}, PLANTED), (gluon_latent, FP8, PLANTED_WIDENED), (gluon_narrow, {}, PLANTED_NARROW),

@@ -14,36 +14,43 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnmesh.ops.decode.call import DecodeCall
 from attnmesh.ops.decode.triton import Launches, Schedule, rope_of, v_in_k
 from attnmesh.ops.gluon_descriptor import descriptor
+from attnmesh.ops.gluon_exponents import row_exponents
 from attnmesh.ops.storage import LATENT_GROUP, Quantized, values_of
 
-# The schedule.
-
-
 KEYS = 64  # per tile
-_KEYS = gl.constexpr(KEYS)
-
+D_V, D_TAIL = 512, 64
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+LOG2_E = 1.4426950408889634
+NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "scale_log2", "table_stride"]
+_KEYS, _QUARTER = gl.constexpr(KEYS), gl.constexpr(D_V // 4)
+_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
+# Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
+# (see `gluon_exponents`): fp16 ends at 2**16.
+RESCALE_THRESHOLD = gl.constexpr(7.0)
+# Until all warps of a group are there; Triton 3.7 has renamed it.
+group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+# Of rows of queries or keys that four warps read or write, 16 bytes to a lane.
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+OPERAND = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # of the matrix instructions, 16 bits, in shared memory
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))  # in shared memory
 
 # The inputs that decide which keys a sequence attends to.
 Sources = namedtuple("Sources", "cur_pos range_first range_end batch capacity window")
-
-
-class Position(NamedTuple):
-    """Where a program is in the list of units."""
-
-    sequence: Any
-    unit: Any  # of the sequence
-    at: Any  # in the list
-    stop: Any
+# Where a program is in the list of units: a sequence, the unit of the sequence, its index in the list, and the end.
+Position = namedtuple("Position", "sequence unit at stop")
 
 
 class Item(NamedTuple):
     """Units of one sequence: tiles of 64 keys, of which [first, stop) belong to the item; without any, `tiles` is 0."""
 
+    sequence: Any
+    table_row: Any  # the blocks of the sequence
+    at: Any  # in the list of units
     last: Any  # position of the last token of the sequence
     first: Any
     stop: Any
@@ -57,13 +64,21 @@ class Item(NamedTuple):
 
 
 @gluon.jit
-def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
+def _first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
     """The position of the first unit of a program's partition."""
     index = gl.arange(0, BATCH, layout=gl.BlockedLayout([1], [32], [4], [0]))
     _, first, end = _key_range(sources, index, SHAPE.tokens)
     count = _count_units(first, end, SHAPE.unit)
     partition = work.partition.to(gl.int64)
-    total, partitions = _partition_units(count, partitions, max_splits)
+    # As `triton_kernels.partition_units`.
+    total = gl.sum(count, 0).to(gl.int64)
+    min_units = total * 0 + 1
+    if max_splits is not None:
+        longest = gl.max(count, 0)
+        alone = gl.maximum((longest + max_splits - 1) // max_splits, 1)
+        among = gl.maximum((longest + max_splits - 3) // (max_splits - 1), 1)
+        min_units = gl.where(longest == total, alone, among)
+    partitions = gl.minimum(partitions, gl.maximum(total // min_units, 1))
     at = partition * total // partitions
     stop = gl.minimum((partition + 1) * total // partitions, total)
     before = gl.associative_scan(count, 0, add)
@@ -76,19 +91,6 @@ def first_position(sources, work, partitions, max_splits, SHAPE: gl.constexpr, B
 def add(a, b):
     """How a scan combines numbers."""
     return a + b
-
-
-@gluon.jit
-def _partition_units(count, partitions, max_splits):
-    """`triton_kernels.partition_units`."""
-    total = gl.sum(count, 0).to(gl.int64)
-    min_units = total * 0 + 1
-    if max_splits is not None:
-        longest = gl.max(count, 0)
-        alone = gl.maximum((longest + max_splits - 1) // max_splits, 1)
-        among = gl.maximum((longest + max_splits - 3) // (max_splits - 1), 1)
-        min_units = gl.where(longest == total, alone, among)
-    return total, gl.minimum(partitions, gl.maximum(total // min_units, 1))
 
 
 @gluon.jit
@@ -116,8 +118,9 @@ def _count_units(first, end, UNIT: gl.constexpr):
 
 
 @gluon.jit
-def item_at(sources, position, SHAPE: gl.constexpr):
+def item_at(program, position, SHAPE: gl.constexpr):
     """The item that begins at a position."""
+    sources = program.sources
     last, first, end = _key_range(sources, position.sequence, SHAPE.tokens)
     units = _count_units(first, end, SHAPE.unit)
     if SHAPE.fixed:
@@ -138,9 +141,10 @@ def item_at(sources, position, SHAPE: gl.constexpr):
     first = gl.maximum(first, (first_unit + position.unit) * SHAPE.unit)
     begin = first // _KEYS * _KEYS
     tiles = gl.where(units > 0, (stop - begin + (_KEYS - 1)) // _KEYS, 0)
+    table_row = program.pools.table + position.sequence.to(gl.int64) * program.pools.table_stride
     return Item(
-        last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop), begin, tiles, unit_end - position.unit,
-        position.unit == 0, unit_end >= units,
+        position.sequence, table_row, position.at, last, first, stop, gl.maximum(inner, first), gl.minimum(edge, stop),
+        begin, tiles, unit_end - position.unit, position.unit == 0, unit_end >= units,
     )  # fmt: skip
 
 
@@ -156,35 +160,21 @@ def after(position, item):
 
 
 @gluon.jit
-def row_bounds(sources, item, sequence, token, is_row, TOKENS: gl.constexpr):
+def row_bounds(program, item, rows, SHAPE: gl.constexpr):
     """The keys [first, end) of the item that each row sees; none for rows that do not exist."""
+    sources, is_row = program.sources, rows.exist
     if sources.range_first is not None:
-        at = sequence * TOKENS + token
+        at = item.sequence * SHAPE.tokens + rows.token
         first = gl.load(sources.range_first + at, mask=is_row, other=0)
         end = gl.minimum(gl.load(sources.range_end + at, mask=is_row, other=0), item.last + 1)
         first = gl.maximum(gl.minimum(first, item.stop), 0).to(gl.int32)
         end = gl.maximum(end, 0).to(gl.int32)
     else:
-        end = item.last - (TOKENS - 2) + token
+        end = item.last - (SHAPE.tokens - 2) + rows.token
         first = end * 0
         if sources.window is not None:
             first = (end - sources.window).to(gl.int32)
     return gl.maximum(first, item.first), gl.where(is_row, gl.minimum(end, item.stop), 0)
-
-
-D_V, D_TAIL = 512, 64
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-LOG2_E = 1.4426950408889634
-NOT_SPECIALIZED = ["batch", "capacity", "window", "partitions", "max_splits", "scale_log2", "table_stride"]
-_QUARTER, _TAIL = gl.constexpr(D_V // 4), gl.constexpr(D_TAIL)
-_LOG2_E, _LN_2 = gl.constexpr(LOG2_E), gl.constexpr(0.6931471805599453)
-# Weights may grow to 2**RESCALE_THRESHOLD before the sums are rescaled. The shift of huge scores adds 8 to the exponent
-# (see `gluon_exponents`): fp16 ends at 2**16.
-RESCALE_THRESHOLD = gl.constexpr(7.0)
-# Until all warps of a group are there; Triton 3.7 has renamed it.
-group_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-# Of rows of queries or keys that four warps read or write, 16 bytes to a lane.
-LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 class Shape(NamedTuple):
@@ -204,170 +194,216 @@ class Shape(NamedTuple):
 
 # What a program computes: a tile of query rows, over the keys of one partition.
 WorkTile = namedtuple("WorkTile", "head head_tile heads row_begin partition")
-# Where keys come from; the scales are those of latents in 8 bits.
-Keys = namedtuple("Keys", "main tail scales table table_stride")
+# The query rows of a work tile.
+Rows = namedtuple("Rows", "exist head token")
+# The copy engine's views of the pool, of which those of latents in 8 bits have scales, and the block table.
+Pools = namedtuple("Pools", "main tail scales table table_stride")
 # Where results are written: of whole sequences, and of splits.
 Results = namedtuple("Results", "out out_strides lse lse_strides part_out part_lse sinks")
+# What the groups of warps of a program have in common; memory and barriers are the kernel's own.
+Program = namedtuple("Program", "q q_strides memory barriers sources position work results scale_log2 pools")
+
+
+class Memory(NamedTuple):
+    """Shared memory of the kernels over latents, each of which lacks some of it."""
+
+    q: Any = None  # of quarters of the columns
+    q_tail: Any = None
+    q_unit: Any = None  # of each row: the power of two that its queries were divided by
+    k: Any = None  # quarters
+    tails: Any = None
+    scales: Any = None  # of the quarters of a tile
+    weights: Any = None
+    acc_scale: Any = None  # factor of the sums so far after a new maximum
+    weight: Any = None  # of the sums at the end of an item
+    codes: Any = None  # where keys are widened
 
 
 def why_not(call: DecodeCall) -> str | None:
-    """The reason why the kernels cannot serve these tensors; None if they can."""
+    """The reason why the kernels over latents cannot serve these tensors; None if they can."""
     k, rope = values_of(call.k), rope_of(call.k)
-    pools = (k, call.k.scales, call.k.rope) if isinstance(call.k, Quantized) else (k,)
     if not v_in_k(call) or (call.q.shape[3], call.value_dim) != (D_V + D_TAIL, D_V):
         return f"its kernels take k_pool of head_dim {D_V + D_TAIL}, and v_pool as k_pool[..., :{D_V}]"
+    if rope is not None and call.q.dtype != torch.bfloat16:
+        return f"its kernels take bf16 with fp8_ds_mla, not {call.q.dtype}"
+    return why_not_pools(call, k, *((call.k.scales, rope) if isinstance(call.k, Quantized) else ()))
+
+
+def why_not_pools(call: DecodeCall, *pools: Tensor | None) -> str | None:
+    """The reason why no kernel can serve a call over these pools; None if some can."""
     if not call.paged or call.block_size not in BLOCK_SIZES:
         return f"its kernels take pools of block_size {', '.join(map(str, BLOCK_SIZES))}"
     if call.mask is not None or call.tree is not None or call.shared:
         return "its kernels take no mask, tree or share_cache"
-    if call.q.dtype != torch.bfloat16 and (call.q.dtype != torch.float16 or rope is not None):
-        return f"its kernels take fp16 and bf16, bf16 only with fp8_ds_mla, not {call.q.dtype}"
-    whole = aligned(*(x for x in pools if x is not None))
-    return None if whole else "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
+    if call.q.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take fp16 and bf16, not {call.q.dtype}"
+    for x in pools:
+        if x is not None and (not x.numel() or x.data_ptr() % 16 or any(n * x.itemsize % 16 for n in x.stride()[:3])):
+            return "its kernels take pools whose rows are aligned to 16 bytes, not empty ones"
+    return None
 
 
-def aligned(*pools: Tensor) -> bool:
-    """Whether the copy engine can read these pools."""
-    return all(
-        x.numel() and x.data_ptr() % 16 == 0 and not any(n * x.itemsize % 16 for n in x.stride()[:3]) for x in pools
-    )
-
-
-def shape_of(schedule: Schedule, tile: int, ring: int) -> Shape:
-    """The constants for tiles of `tile` rows, of which `schedule.rows` are in the buffers of splits."""
-    call = schedule.call
-    return Shape(
-        call.q.shape[2], call.group, schedule.rows, tile, call.block_size, min(KEYS, call.block_size),
-        schedule.constants["UNIT"], schedule.fixed, (call.scale > 0) - (call.scale < 0), ring,
-    )  # fmt: skip
+def launch_over_latents(kernel: Any, schedule: Schedule, tile: int, ring: int, first_sequence: int) -> Launches:
+    """`launch_kernel` on quarters of the values, tails and, of latents in 8 bits, scales."""
+    stored = schedule.call.k
+    k, rope = values_of(stored), rope_of(stored)
+    scales = (stored.scales, D_V // LATENT_GROUP) if isinstance(stored, Quantized) else None
+    pools = (k[..., :D_V], D_V // 4), (k[..., D_V:] if rope is None else rope, D_TAIL), scales
+    return launch_kernel(kernel, schedule, pools, tile, ring, first_sequence)
 
 
 def launch_kernel(
-    kernel: Any, schedule: Schedule, pools: Sequence[Any], shape: Shape, first_sequence: int, **constants: Any
-) -> Launches:
-    """Launches a kernel that attends over splits, on the copy engine's views of the pools, and the merge kernel."""
-    call = schedule.call
+    kernel: Any, schedule: Schedule, pools: Sequence[tuple[Tensor, int] | None], tile: int, ring: int,
+    first_sequence: int, **constants: Any,
+) -> Launches:  # fmt: skip
+    """Launches a kernel that attends over splits, in tiles of `tile` rows, and the merge kernel.
+
+    The kernel gets the copy engine's views of the pools as [Hkv, blocks, block_size, columns], in blocks of so many
+    columns each.
+    """
+    call, options = schedule.call, schedule.constants
     batch, kv_heads, _, capacity, window, partitions, max_splits = schedule.numbers
+    piece = min(KEYS, call.block_size)
+    views = [x and descriptor(x[0].permute(2, 0, 1, 3), [1, 1, piece, x[1]]) for x in pools]
     args = (
-        *pools, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
+        *views, call.q, call.q.stride()[:3], *schedule.sources, *schedule.written, *schedule.parts, call.sinks,
         batch, kv_heads, capacity, window, partitions, max_splits, (abs(call.scale) or 1.0) * LOG2_E,
     )  # fmt: skip
-    return schedule.launch(
-        kernel, args, first_sequence, SHAPE=shape, BATCH=schedule.constants["BATCH"],
-        EARLY=schedule.constants["EARLY"], num_warps=4, **constants,
+    shape = Shape(
+        call.q.shape[2], call.group, schedule.rows, tile, call.block_size, piece, options["UNIT"], schedule.fixed,
+        (call.scale > 0) - (call.scale < 0), ring,
     )  # fmt: skip
-
-
-def pool_descriptors(call: DecodeCall, piece: int) -> tuple[Any, Any]:
-    """The copy engine's views of the pool: quarters of the values, and the tail."""
-    k, rope = values_of(call.k), rope_of(call.k)
-    tail = k[..., D_V:] if rope is None else rope
-    return pool_descriptor(k[..., :D_V], D_V // 4, piece), pool_descriptor(tail, D_TAIL, piece)
-
-
-def pool_descriptor(pool: Tensor, width: int, piece: int) -> Any:
-    """The copy engine's view of a pool as [Hkv, blocks, block_size, columns]; blocks of `piece` tokens and `width`."""
-    return descriptor(pool.permute(2, 0, 1, 3), [1, 1, piece, width])
-
-
-def scale_descriptor(scales: Tensor, piece: int) -> Any:
-    """The copy engine's view of the scales [blocks, block_size, Hkv, 4] of a pool."""
-    return pool_descriptor(scales, D_V // LATENT_GROUP, piece)
+    return schedule.launch(
+        kernel, args, first_sequence, SHAPE=shape, BATCH=options["BATCH"], EARLY=options["EARLY"], num_warps=4,
+        **constants,
+    )  # fmt: skip
 
 
 @gluon.jit
 def update_raw_max(raw_max, highest, factor):
-    """The new `raw_max` of rows (see `gluon_exponents`): changed only if weights would exceed 2**RESCALE_THRESHOLD."""
-    return gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
+    """The new `raw_max` of rows, factor and shift of their weights (see `gluon_exponents`), and factor of their sums.
+
+    The maximum changes only if weights would exceed 2**RESCALE_THRESHOLD.
+    """
+    new_raw_max = gl.where(highest - raw_max > RESCALE_THRESHOLD / factor, highest, raw_max)
+    factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
+    return new_raw_max, factor, shift, gl.exp2(exponent)
 
 
 @gluon.jit
-def work_tile_of_program(kv_heads, ROWS: gl.constexpr, SHAPE: gl.constexpr):
-    """The work tile of this program. Programs are ordered by partition, then by head and tile of rows."""
-    tiles = (SHAPE.group * SHAPE.tokens + ROWS - 1) // ROWS
+def work_of_program(sources, kv_heads, partitions, max_splits, SHAPE: gl.constexpr, BATCH: gl.constexpr):
+    """The work tile of this program, whose barriers are made, and where its partition of the list begins.
+
+    Programs are ordered by partition, then by head and tile of rows.
+    """
+    fence_async_shared()
+    tiles = (SHAPE.group * SHAPE.tokens + SHAPE.rows - 1) // SHAPE.rows
     heads = kv_heads * tiles
     head_tile = gl.program_id(0) % heads
-    return WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * ROWS, gl.program_id(0) // heads)
+    work = WorkTile(head_tile // tiles, head_tile, heads, head_tile % tiles * SHAPE.rows, gl.program_id(0) // heads)
+    return work, _first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
 
 
 @gluon.jit
-def blocks_of(table_row, key, item, SHAPE: gl.constexpr):
+def fence_warps():
+    """Lets the products of a group of warps see what its warps have written to shared memory."""
+    fence_async_shared()
+    group_barrier()
+
+
+@gluon.jit
+def fence_and_arrive(barriers, at):
+    """Lets the products of others, who wait for a barrier, see what a group of warps has written to shared memory."""
+    fence_async_shared()
+    mbarrier.arrive(barriers.index(at), count=1)
+
+
+@gluon.jit
+def blocks_of(item, key, SHAPE: gl.constexpr):
     """The blocks of a tile of keys. Those past the item are outside the pool."""
     blocks = ()
     for piece in gl.static_range(_KEYS // SHAPE.piece):
         begin = key + piece * SHAPE.piece
-        blocks = blocks + (gl.load(table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
+        blocks = blocks + (gl.load(item.table_row + begin // SHAPE.block_size, mask=begin < item.stop, other=-1),)  # noqa: RUF005
     return blocks
 
 
 @gluon.jit
-def fetch(pool, memory, ready, blocks, key, column, work, SHAPE: gl.constexpr):
+def fetch(program, pool, memory, ready, blocks, key, column, SHAPE: gl.constexpr):
     """Some columns of a tile of keys, one block after another. Blocks outside the pool are read as 0."""
     PIECES: gl.constexpr = _KEYS // SHAPE.piece
     mbarrier.expect(ready, pool.block_type.nbytes * PIECES)
     for piece in gl.static_range(PIECES):
         offset = (key + piece * SHAPE.piece) % SHAPE.block_size
         into = memory.slice(piece * SHAPE.piece, SHAPE.piece, dim=2)
-        tma.async_copy_global_to_shared(pool, [work.head, blocks[piece], offset, column], ready, into)
+        tma.async_copy_global_to_shared(pool, [program.work.head, blocks[piece], offset, column], ready, into)
 
 
 @gluon.jit
-def load_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def fetch_tail(program, step, blocks, key, SHAPE: gl.constexpr):
+    """`fetch` of the tail of a tile of keys, into the ring of tails."""
+    slot = step % program.memory.tails.shape[0]
+    into, ready = program.memory.tails.index(slot), program.barriers.tail_ready.index(slot)
+    fetch(program, program.pools.tail, into, ready, blocks, key, 0, SHAPE)
+
+
+@gluon.jit
+def load_quarters(program, SHAPE: gl.constexpr):
     """A producer: lets the copy engine fetch the quarters and the tail of every tile, as soon as there is room."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     RING: gl.constexpr = SHAPE.ring
-    TAILS: gl.constexpr = memory.tails.shape[0]
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = item_at(sources, position, SHAPE)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        item = item_at(program, position, SHAPE)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = blocks_of(table_row, key, item, SHAPE)
+            blocks = blocks_of(item, key, SHAPE)
             for quarter in gl.static_range(4):
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 into, ready = memory.k.index(at % RING), barriers.k_ready.index(at % RING)
-                fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            slot = step % TAILS
-            fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
+                fetch(program, program.pools.main, into, ready, blocks, key, quarter * _QUARTER, SHAPE)
+            fetch_tail(program, step, blocks, key, SHAPE)
             step += 1
         position = after(position, item)
 
 
 @gluon.jit
-def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr):
-    """Whether the rows of this program exist, their query heads, and their tokens."""
-    row = work.row_begin + gl.arange(0, SHAPE.tile, layout=layout)
-    return row < SHAPE.group * SHAPE.tokens, work.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens
+def locate_rows(work, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The rows of a work tile, from FIRST on."""
+    row = work.row_begin + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
+    return Rows(row < SHAPE.group * SHAPE.tokens, work.head * SHAPE.group + row // SHAPE.tokens, row % SHAPE.tokens)
 
 
 @gluon.jit
-def row_offsets(strides, sequence, head, token):
+def row_offsets(strides, item, rows):
     """The offsets of rows in a tensor [sequences, query heads, tokens, ...]."""
-    return sequence.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1] + token.to(gl.int64) * strides[2]
+    row = item.sequence.to(gl.int64) * strides[0] + rows.head.to(gl.int64) * strides[1]
+    return row + rows.token.to(gl.int64) * strides[2]
 
 
 @gluon.jit
-def split_row(position, item, work, SHAPE: gl.constexpr):
-    """The first row of an item in the buffers of splits."""
+def split_rows(item, work, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """The rows of an item in the buffers of splits."""
     if SHAPE.fixed:
-        slot = position.at
+        slot = item.at
     else:
         slot = 2 * work.partition.to(gl.int64) + gl.where(item.starts, 1, 0)
-    return (slot * work.heads + work.head_tile) * SHAPE.rows
+    return (slot * work.heads + work.head_tile) * SHAPE.rows + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
 
 
 @gluon.jit
-def query_rows(q, q_strides, sequence, work, SHAPE: gl.constexpr):
-    """Where the queries of the rows of this program begin [rows, 1], and whether they exist, in `LINES`."""
-    is_row, head, token = locate_rows(work, gl.SliceLayout(1, LINES), SHAPE)
-    return q + row_offsets(q_strides, sequence, head, token)[:, None], is_row
-
-
-@gluon.jit
-def load_signed(pointers, is_row, SHAPE: gl.constexpr):
-    """Queries, times the sign of the scale."""
-    values = gl.load(pointers, mask=is_row[:, None], other=0.0)
+def load_queries(
+    program, item, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0,
+    PAIRS: gl.constexpr = False,
+):  # fmt: skip
+    """Columns of the queries from COLUMN on, or every second of their PAIRS, times the sign of the scale."""
+    rows = locate_rows(program.work, gl.SliceLayout(1, LINES), SHAPE, FIRST)
+    begin = program.q + row_offsets(program.q_strides, item, rows)[:, None]
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LINES))[None, :]
+    if PAIRS:
+        column = column // 2 * 4 + column % 2
+    values = gl.load(begin + (column + COLUMN), mask=rows.exist[:, None], other=0.0)
     if SHAPE.sign == 1:
         return values
     else:  # noqa: RET505, a constant condition
@@ -401,64 +437,46 @@ def clear_columns(some, key, item):
 
 @gluon.jit
 def finish_rows(
-    row_max, total, results, position, item, work, FIRST: gl.constexpr, is_row, head, token, layout: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Writes the lse of an item, of a whole sequence or of a split; returns the factor of its sums.
-
-    FIRST is the index of the first row in the buffers of splits.
-    """
+    program, item, rows, row_max, total, layout: gl.constexpr, SHAPE: gl.constexpr, FIRST: gl.constexpr = 0
+):
+    """Writes the lse of the rows of an item, of a whole sequence or of a split; returns the factor of their sums."""
+    results = program.results
     if item.starts & item.ends:
         # A sink is one more key without a value. A row without any key has total 0 and row_max -inf.
         sink = gl.full([SHAPE.tile], float("-inf"), gl.float32, layout)
         if results.sinks is not None:
-            sink = gl.load(results.sinks + head, mask=is_row, other=float("-inf")).to(gl.float32) * _LOG2_E
+            sink = gl.load(results.sinks + rows.head, mask=rows.exist, other=float("-inf")).to(gl.float32) * _LOG2_E
         new_row_max = gl.maximum(row_max, sink)
         shift = gl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         acc_scale = gl.exp2(row_max - shift)
         total = total * acc_scale + gl.exp2(gl.where(sink == float("inf"), 0.0, sink - shift))
         factor = acc_scale / gl.where(total == 0.0, 1.0, total)
-        row = row_offsets(results.lse_strides, position.sequence, head, token)
-        gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=is_row)
+        row = row_offsets(results.lse_strides, item, rows)
+        gl.store(results.lse + row, (shift + gl.log2(total)) * _LN_2, mask=rows.exist)
     else:
         factor = 1.0 / gl.where(total == 0.0, 1.0, total)
-        row = split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=layout)
-        gl.store(results.part_lse + row, row_max + gl.log2(total), mask=is_row)
+        row = split_rows(item, program.work, layout, SHAPE, FIRST)
+        gl.store(results.part_lse + row, row_max + gl.log2(total), mask=rows.exist)
     return factor
 
 
 @gluon.jit
-def store_rows(
-    results, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, FIRST: gl.constexpr, position, item, work,
-    grid: gl.constexpr, SHAPE: gl.constexpr,
+def store_sums(
+    program, item, sums, COLUMN: gl.constexpr, COLUMNS: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr,
+    FIRST: gl.constexpr = 0, AXIS: gl.constexpr = 0, STEP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Writes some output columns of all rows, from COLUMN of COLUMNS on, of a whole sequence or of a split.
+    """Writes every STEP-th of COLUMNS output columns, from COLUMN on, of a whole sequence or of a split.
 
-    FIRST is the index of the first row in the buffers of splits.
+    Rows are the AXIS of the sums; FIRST is the first of them in the work tile.
     """
-    down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, head, token = locate_rows(work, down, SHAPE)
-    column = COLUMN + gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, grid))[None, :]
+    along: gl.constexpr = gl.SliceLayout(1 - AXIS, grid)
+    results, rows = program.results, locate_rows(program.work, along, SHAPE, FIRST)
+    columns = gl.arange(0, sums.shape[1 - AXIS], layout=gl.SliceLayout(AXIS, grid))
+    column = COLUMN + STEP * gl.expand_dims(columns, AXIS)
     if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[:, None] + column, sums.to(results.out.dtype.element_ty), mask=is_row[:, None])
+        row = gl.expand_dims(row_offsets(results.out_strides, item, rows), 1 - AXIS)
+        exist = gl.expand_dims(rows.exist, 1 - AXIS)
+        gl.store(results.out + row + column, sums.to(results.out.dtype.element_ty), mask=exist)
     else:
-        row = (split_row(position, item, work, SHAPE) + FIRST + gl.arange(0, SHAPE.tile, layout=down)) * COLUMNS
-        gl.store(results.part_out + row[:, None] + column, sums, mask=is_row[:, None])
-
-
-@gluon.jit
-def store_columns(
-    results, sums, FIRST: gl.constexpr, STEP: gl.constexpr, position, item, work, grid: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """`store_rows` of sums [columns, rows]: every STEP-th output column, from FIRST on."""
-    across: gl.constexpr = gl.SliceLayout(0, grid)
-    is_row, head, token = locate_rows(work, across, SHAPE)
-    column = FIRST + STEP * gl.arange(0, sums.shape[0], layout=gl.SliceLayout(1, grid))[:, None]
-    if item.starts & item.ends:
-        row = row_offsets(results.out_strides, position.sequence, head, token)
-        gl.store(results.out + row[None, :] + column, sums.to(results.out.dtype.element_ty), mask=is_row[None, :])
-    else:
-        row = (split_row(position, item, work, SHAPE) + gl.arange(0, SHAPE.tile, layout=across)) * (4 * _QUARTER)
-        gl.store(results.part_out + row[None, :] + column, sums, mask=is_row[None, :])
+        row = gl.expand_dims(split_rows(item, program.work, along, SHAPE, FIRST) * COLUMNS, 1 - AXIS)
+        gl.store(results.part_out + row + column, sums, mask=gl.expand_dims(rows.exist, 1 - AXIS))

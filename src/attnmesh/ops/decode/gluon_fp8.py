@@ -23,26 +23,19 @@ consumers are thus done with the tile that was in this slot before.
 
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES, RESCALE_THRESHOLD
+from attnmesh.ops.decode.gluon_common import OPERAND, RESCALE_THRESHOLD, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
 from attnmesh.ops.gluon_exponents import times
-from attnmesh.ops.storage import Quantized
 
 ROWS = 32  # of a tile, at most
 TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
@@ -65,38 +58,21 @@ _SMALLEST, _LARGEST = gl.constexpr(2.0**-111), gl.constexpr(2.0**127)  # such po
 _SPREAD = gl.constexpr(2.0**13)  # queries of up to 4 to the range of fp16
 
 
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # of each quarter: the first two of every four columns, and the last two
-    q_tail: Any
-    q_unit: Any  # of each row: the power of two that they were divided by
-    k: Any  # quarters
-    tails: Any
-    scales: Any  # of the quarters of a tile
-    weights: Any  # of quarters
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
-
-
 # The barriers of tiles, weights and results.
 Barriers = namedtuple("Barriers", "k_ready k_free weights_ready result_ready result_free")
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    assert isinstance(call.k, Quantized)
-    shared = Schedule.of(call, state, TILES)
-    tile = max(16, shared.rows)
-    shape = common.shape_of(shared, tile, 4 if tile == 16 else 3)  # what the queries leave of shared memory
-    pools = (*common.pool_descriptors(call, shape.piece), common.scale_descriptor(call.k.scales, shape.piece))
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    schedule = Schedule.of(call, state, TILES)
+    tile = max(16, schedule.rows)
+    ring = 4 if tile == 16 else 3  # what the queries leave of shared memory
+    return common.launch_over_latents(_attend_kernel, schedule, tile, ring, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, k_scales, q, q_strides,
-    table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -105,19 +81,17 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     RING: gl.constexpr = SHAPE.ring
-    memory = Memory(
-        gl.allocate_shared_memory(gl.float16, [8, SHAPE.tile, _PAIRS], wide),
-        gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide),
-        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
-        gl.allocate_shared_memory(k_main.dtype, [4 * RING, 1, 1, _KEYS, _QUARTER], k_main.layout),
-        gl.allocate_shared_memory(dtype, [RING, 1, 1, _KEYS, _TAIL], k_tail.layout),
-        gl.allocate_shared_memory(gl.float32, [RING, 1, 1, _KEYS, 4], k_scales.layout),
-        gl.allocate_shared_memory(dtype, [4 * RING, SHAPE.tile, _KEYS], wide),
-        gl.allocate_shared_memory(gl.float32, [RING, SHAPE.tile], flat),
-        gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat),
+    memory = common.Memory(
+        q=gl.allocate_shared_memory(gl.float16, [8, SHAPE.tile, _PAIRS], OPERAND),  # two halves of each quarter
+        q_tail=gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], OPERAND),
+        q_unit=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
+        k=gl.allocate_shared_memory(k_main.dtype, [4 * RING, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        tails=gl.allocate_shared_memory(dtype, [RING, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        scales=gl.allocate_shared_memory(gl.float32, [RING, 1, 1, _KEYS, 4], k_scales.layout),
+        weights=gl.allocate_shared_memory(dtype, [4 * RING, SHAPE.tile, _KEYS], OPERAND),
+        acc_scale=gl.allocate_shared_memory(gl.float32, [RING, SHAPE.tile], VECTOR),
+        weight=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
     )
     barriers = Barriers(
         k_ready=new_barriers(RING, _COPIES),
@@ -126,46 +100,39 @@ def _attend_kernel(
         result_ready=new_barriers(1, 1),
         result_free=new_barriers(1, 2),
     )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    source = common.Keys(k_main, k_tail, k_scales, table, table_stride)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
+    pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     VALUE_CONSUMER: gl.constexpr = 112 if SHAPE.tile == 16 else 128
     gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-            (_load, (source, memory, barriers, sources, position, work, SHAPE)),
-        ],
-        [4, 4, 1],
-        [VALUE_CONSUMER, VALUE_CONSUMER, _PRODUCER],
-    )
+        [(_score, (program, SHAPE)), (_add_values, (0, program, SHAPE)), (_add_values, (1, program, SHAPE)),
+         (_load, (program, SHAPE))],
+        [4, 4, 1], [VALUE_CONSUMER, VALUE_CONSUMER, _PRODUCER],
+    )  # fmt: skip
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def _load(program, SHAPE: gl.constexpr):
     """Lets the copy engine fetch every tile, as soon as there is room."""
+    memory, barriers, pools, position = program.memory, program.barriers, program.pools, program.position
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        item = common.item_at(program, position, SHAPE)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = common.blocks_of(table_row, key, item, SHAPE)
+            blocks = common.blocks_of(item, key, SHAPE)
             slot = step % RING
             ready = barriers.k_ready.index(slot)
             mbarrier.wait(barriers.k_free.index(slot), (step // RING & 1) ^ 1)
             for quarter in gl.static_range(4):
                 into = memory.k.index(4 * slot + quarter)
-                common.fetch(source.main, into, ready, blocks, key, quarter * _QUARTER, work, SHAPE)
-            common.fetch(source.tail, memory.tails.index(slot), ready, blocks, key, 0, work, SHAPE)
-            common.fetch(source.scales, memory.scales.index(slot), ready, blocks, key, 0, work, SHAPE)
+                common.fetch(program, pools.main, into, ready, blocks, key, quarter * _QUARTER, SHAPE)
+            common.fetch(program, pools.tail, memory.tails.index(slot), ready, blocks, key, 0, SHAPE)
+            common.fetch(program, pools.scales, memory.scales.index(slot), ready, blocks, key, 0, SHAPE)
             step += 1
         position = common.after(position, item)
 
@@ -173,8 +140,7 @@ def _load(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr
 @gluon.jit
 def _pairs(memory, slot, QUARTER: gl.constexpr):
     """The pairs of bytes [keys, pairs] of a quarter."""
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return memory.k.index(4 * slot + QUARTER)._reinterpret(gl.int16, [_KEYS, _PAIRS], wide)
+    return memory.k.index(4 * slot + QUARTER)._reinterpret(gl.int16, [_KEYS, _PAIRS], OPERAND)
 
 
 @gluon.jit
@@ -190,59 +156,54 @@ def _to_fp16(values, HOW: gl.constexpr):
 
 
 @gluon.jit
-def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
+def _score(program, SHAPE: gl.constexpr):
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
-    is_row, head, token = common.locate_rows(work, across, SHAPE)
+    rows = common.locate_rows(program.work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
-            unit = memory.q_unit.load(across) * scale_log2  # of scores, which is positive
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
+            _load_queries(program, item, SHAPE)
+            unit = memory.q_unit.load(across) * program.scale_log2  # of scores, which is positive
             row_max = gl.full([SHAPE.tile], float("-inf"), gl.float32, across)
-            total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
+            total = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
                 slot = step % RING
                 mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)
-                scale = common.matrix(memory.scales, slot)
-                scale0 = _finite(scale.slice(0, 1, dim=1).load(grid))
-                scale1 = _finite(scale.slice(1, 1, dim=1).load(grid))
-                scale2 = _finite(scale.slice(2, 1, dim=1).load(grid))
-                scale3 = _finite(scale.slice(3, 1, dim=1).load(grid))
-                part = gl.zeros([_KEYS, N], gl.float32, grid)
-                scores = warpgroup_mma(
-                    common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), part, use_acc=False, is_async=True
-                )
+                scales = _scales(memory, slot, grid)
+                part = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)
+                tails, queries = common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0])
+                scores = warpgroup_mma(tails, queries, part, use_acc=False, is_async=True)
                 part0 = _multiply(memory, slot, 0, part, grid)
                 part1 = _multiply(memory, slot, 1, part, grid)
                 scores, part0 = warpgroup_mma_wait(2, [scores, part0])
-                scores += part0 * scale0
+                scores += part0 * scales[0]
                 part2 = _multiply(memory, slot, 2, part, grid)
                 part1 = warpgroup_mma_wait(2, [part1])
-                scores += part1 * scale1
+                scores += part1 * scales[1]
                 part3 = _multiply(memory, slot, 3, part, grid)
                 part2 = warpgroup_mma_wait(2, [part2])
-                scores += part2 * scale2
+                scores += part2 * scales[2]
                 part3 = warpgroup_mma_wait(0, [part3])
-                scores += part3 * scale3
+                scores += part3 * scales[3]
 
                 if (key < item.inner) | (key + _KEYS > item.edge):
                     visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
                     scores = gl.where(visible, scores, float("-inf"))
                     # Nothing is read from outside of the item, where scales may be NaN.
                     inside = (near >= item.first - key) & (near < item.stop - key)
-                    scale0 = gl.where(inside, scale0, 0.0)
-                    scale1 = gl.where(inside, scale1, 0.0)
-                    scale2 = gl.where(inside, scale2, 0.0)
-                    scale3 = gl.where(inside, scale3, 0.0)
+                    scales = (
+                        gl.where(inside, scales[0], 0.0), gl.where(inside, scales[1], 0.0),
+                        gl.where(inside, scales[2], 0.0), gl.where(inside, scales[3], 0.0),
+                    )  # fmt: skip
                 scores = times(scores, unit[None, :])
                 highest = gl.max(scores, 0)
                 new_row_max = gl.where(highest > row_max + RESCALE_THRESHOLD, highest, row_max)
@@ -251,25 +212,30 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
                 acc_scale = gl.exp2(row_max - shift)
                 memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores - shift[None, :])
-                _give(memory, slot, 0, weights * (scale0 * _HALF_BIAS))
-                _give(memory, slot, 1, weights * (scale1 * _HALF_BIAS))
-                _give(memory, slot, 2, weights * (scale2 * _HALF_BIAS))
-                _give(memory, slot, 3, weights * (scale3 * _HALF_BIAS))
-                fence_async_shared()
-                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                for quarter in gl.static_range(4):
+                    scaled = weights * (scales[quarter] * _HALF_BIAS)
+                    memory.weights.index(4 * slot + quarter).permute([1, 0]).store(scaled.to(memory.weights.dtype))
+                common.fence_and_arrive(barriers.weights_ready, slot)
                 total = total * acc_scale[None, :] + weights
                 row_max = new_row_max
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
-            factor = common.finish_rows(
-                row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE
-            )
-            memory.weight.store(factor)
+            memory.weight.store(common.finish_rows(program, item, rows, row_max, sums, across, SHAPE))
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
         position = common.after(position, item)
+
+
+@gluon.jit
+def _scales(memory, slot, grid: gl.constexpr):
+    """The scales of the quarters of a tile, with NaN for infinity."""
+    scales = ()
+    for quarter in gl.static_range(4):  # products of an infinite scale would have one sign, those of its values both
+        scale = common.matrix(memory.scales, slot).slice(quarter, 1, dim=1).load(grid)
+        scales = scales + (scale + scale * 0.0,)  # noqa: RUF005
+    return scales
 
 
 @gluon.jit
@@ -282,28 +248,15 @@ def _multiply(memory, slot, QUARTER: gl.constexpr, part, grid: gl.constexpr):
 
 
 @gluon.jit
-def _finite(scale):
-    """NaN for infinity: products of such a key would have one sign in each quarter, products of its values both."""
-    return scale + scale * 0.0
-
-
-@gluon.jit
-def _give(memory, slot, QUARTER: gl.constexpr, weights):
-    """Writes the weights of a quarter for the value consumers."""
-    memory.weights.index(4 * slot + QUARTER).permute([1, 0]).store(weights.to(memory.weights.dtype))
-
-
-@gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
+def _load_queries(program, item, SHAPE: gl.constexpr):
     """Writes the queries to shared memory, with a power of two per row: the largest of a row is 2**14 to 2**15."""
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _PAIRS, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = common.load_signed(rows + (column + 4 * _QUARTER), is_row, SHAPE).to(gl.float32)
+    memory = program.memory
+    tail = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE).to(gl.float32)
     largest = gl.abs(tail)
-    column = column // 2 * 4 + column % 2
     parts = ()
     for part in gl.static_range(8):
-        values = common.load_signed(rows + (column + (part // 2 * _QUARTER + part % 2 * 2)), is_row, SHAPE)
+        column = part // 2 * _QUARTER + part % 2 * 2
+        values = common.load_queries(program, item, column, _PAIRS, SHAPE, PAIRS=True)
         largest = gl.maximum(largest, gl.abs(values.to(gl.float32)))
         parts = parts + (values,)  # noqa: RUF005
     largest = gl.minimum(gl.maximum(gl.max(largest, 1), _SMALLEST), _LARGEST)
@@ -313,27 +266,24 @@ def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
         memory.q.index(part).store((parts[part].to(gl.float32) * factor).to(gl.float16))
     memory.q_tail.store((tail * factor).to(memory.q_tail.dtype))
     memory.q_unit.store(_to_bf16(inverse, _INVERSE).to(gl.float32) * (0.5 / _SPREAD))
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
 
 
 @gluon.jit
-def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
+def _add_values(PART: gl.constexpr, program, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows], for two quarters of the output columns."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            even0 = gl.zeros([_PAIRS, N], gl.float32, grid)
-            odd0 = gl.zeros([_PAIRS, N], gl.float32, grid)
-            even1 = gl.zeros([_PAIRS, N], gl.float32, grid)
-            odd1 = gl.zeros([_PAIRS, N], gl.float32, grid)
+            even0 = gl.full([_PAIRS, SHAPE.tile], 0.0, gl.float32, grid)
+            odd0, even1, odd1 = even0, even0, even0
             for _tile in range(item.tiles):
                 slot = step % RING
                 mbarrier.wait(barriers.k_ready.index(slot), step // RING & 1)
@@ -358,12 +308,8 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             weight = memory.weight.load(across)[None, :] * _HALF_BIAS
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            common.store_columns(results, even0 * weight, 2 * PART * _QUARTER, 2, position, item, work, grid, SHAPE)
-            common.store_columns(results, odd0 * weight, 2 * PART * _QUARTER + 1, 2, position, item, work, grid, SHAPE)
-            common.store_columns(
-                results, even1 * weight, (2 * PART + 1) * _QUARTER, 2, position, item, work, grid, SHAPE
-            )
-            common.store_columns(
-                results, odd1 * weight, (2 * PART + 1) * _QUARTER + 1, 2, position, item, work, grid, SHAPE
-            )
+            sums = (even0, odd0, even1, odd1)
+            for part in gl.static_range(4):
+                column = (2 * PART + part // 2) * _QUARTER + part % 2
+                common.store_sums(program, item, sums[part] * weight, column, 4 * _QUARTER, grid, SHAPE, AXIS=1, STEP=2)
         position = common.after(position, item)

@@ -16,24 +16,18 @@ item.
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
+from attnmesh.ops.decode.gluon_common import OPERAND, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.storage import Quantized, values_of
 
 HEAD_DIMS = (64, 128)
@@ -44,6 +38,8 @@ _SECOND, _PRODUCER = gl.constexpr(232), gl.constexpr(24)  # registers per thread
 
 # Shared memory. The sums, maxima and totals are of the second group.
 Memory = namedtuple("Memory", "q k v sums row_max total")
+# The copy engine's views of the pools, and the block table.
+Pools = namedtuple("Pools", "k v table table_stride")
 # The barriers of tiles, and of the results of the second group.
 Barriers = namedtuple("Barriers", "k_ready k_free v_ready v_free cleared sums_ready sums_free")
 
@@ -56,29 +52,18 @@ def why_not(call: DecodeCall) -> str | None:
     if head_dim not in HEAD_DIMS or call.value_dim != head_dim or rows < MIN_ROWS:
         dims = " and ".join(map(str, HEAD_DIMS))
         return f"its kernel takes head_dim {dims}, and {MIN_ROWS} or more query heads and tokens per KV head"
-    if not call.paged or call.block_size not in common.BLOCK_SIZES:
-        return f"its kernel takes pools of block_size {', '.join(map(str, common.BLOCK_SIZES))}"
-    if call.mask is not None or call.tree is not None or call.shared:
-        return "its kernel takes no mask, tree or share_cache"
-    if call.q.dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernel takes fp16 and bf16, not {call.q.dtype}"
-    return (
-        None
-        if common.aligned(call.k, call.v)
-        else "its kernel takes pools whose rows are aligned to 16 bytes, not empty ones"
-    )
+    return common.why_not_pools(call, call.k, call.v)
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
     halves = 1 if call.group * call.q.shape[2] <= 64 else 2
-    shared = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=common.KEYS, warps=4, stages=2, resident=1))
+    schedule = Schedule.of(call, state, DecodeTiles(rows=64 * halves, keys=common.KEYS, warps=4, stages=2, resident=1))
     head_dim = call.q.shape[3]
     # Even, so that all tiles in a slot are read by one group of warps, which never waits for a phase too far ahead.
     ring = (4 if halves == 1 else 6) * (128 // head_dim)
-    shape = common.shape_of(shared, 64, ring)
-    pools = [common.pool_descriptor(values_of(pool), head_dim, shape.piece) for pool in (call.k, call.v)]
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence, D=head_dim, HALVES=halves)
+    pools = (values_of(call.k), head_dim), (values_of(call.v), head_dim)
+    return common.launch_kernel(_attend_kernel, schedule, pools, 64, ring, first_sequence, D=head_dim, HALVES=halves)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
@@ -92,80 +77,75 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    q_memory = gl.allocate_shared_memory(dtype, [2, _ROWS, D], gl.NVMMASharedLayout(128, 16, 2))
-    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout)
-    values = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain)
-    row_max = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-    total = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-
+    memory = Memory(
+        gl.allocate_shared_memory(dtype, [2, _ROWS, D], OPERAND),
+        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], k_blocks.layout),
+        gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, D], v_blocks.layout),
+        gl.allocate_shared_memory(gl.float32, [_ROWS if HALVES == 1 else 1, D], plain),
+        gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
+    )
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
         k_ready=new_barriers(RING, 1), k_free=new_barriers(RING, HALVES), v_ready=new_barriers(RING, 1),
         v_free=new_barriers(RING, HALVES), cleared=new_barriers(1, 2), sums_ready=new_barriers(1, 1),
         sums_free=new_barriers(1, 1),
     )  # fmt: skip
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, HALVES * _ROWS, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, keys, values, sums, row_max, total)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    pools = Pools(k_blocks, v_blocks, table, table_stride)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     gl.warp_specialize(
-        [(_attend, (0, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
-         (_attend, (1, q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE, D, HALVES)),
-         (_load, (k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE))],
+        [(_attend, (0, program, SHAPE, D, HALVES)), (_attend, (1, program, SHAPE, D, HALVES)),
+         (_load, (program, SHAPE))],
         [4, 1], [_SECOND, _PRODUCER],
     )  # fmt: skip
     invalidate_barriers(barriers)
 
 
 @gluon.jit
-def _load(k_blocks, v_blocks, table, table_stride, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def _load(program, SHAPE: gl.constexpr):
     """Lets the copy engine fetch the keys and values of every tile, as soon as there is room."""
+    memory, barriers, pools, position = program.memory, program.barriers, program.pools, program.position
     RING: gl.constexpr = SHAPE.ring
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
-        table_row = table + position.sequence.to(gl.int64) * table_stride
+        item = common.item_at(program, position, SHAPE)
         for tile in range(item.tiles):
             key = item.begin + tile * _KEYS
-            blocks = common.blocks_of(table_row, key, item, SHAPE)
+            blocks = common.blocks_of(item, key, SHAPE)
             slot = step % RING
             before = (step // RING & 1) ^ 1
             mbarrier.wait(barriers.k_free.index(slot), before)
-            common.fetch(k_blocks, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(program, pools.k, memory.k.index(slot), barriers.k_ready.index(slot), blocks, key, 0, SHAPE)
             mbarrier.wait(barriers.v_free.index(slot), before)
-            common.fetch(v_blocks, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, work, SHAPE)
+            common.fetch(program, pools.v, memory.v.index(slot), barriers.v_ready.index(slot), blocks, key, 0, SHAPE)
             step += 1
         position = common.after(position, item)
 
 
 @gluon.jit
-def _attend(
-    PART: gl.constexpr, q, q_strides, memory, barriers, sources, position, work, results, scale_log2,
-    SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
+def _attend(PART: gl.constexpr, program, SHAPE: gl.constexpr, D: gl.constexpr, HALVES: gl.constexpr):
     """A consumer: attends with 64 rows over all tiles or, with one half, over every second tile."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     RING: gl.constexpr = SHAPE.ring
-    if HALVES == 2:
-        work = common.WorkTile(work.head, work.head_tile, work.heads, work.row_begin + PART * _ROWS, work.partition)
-    is_row, head, token = common.locate_rows(work, down, SHAPE)
+    FIRST: gl.constexpr = PART * _ROWS if HALVES == 2 else 0  # row of this group
+    rows = common.locate_rows(program.work, down, SHAPE, FIRST)
     column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     clears = 0  # tiles so far that are partly outside of their item
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory.q.index(PART), position.sequence, work, SHAPE, D)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
+            memory.q.index(PART).store(common.load_queries(program, item, 0, D, SHAPE, FIRST))
+            common.fence_warps()
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(scale_log2)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             sums = gl.zeros([_ROWS, D], gl.float32, wide)
@@ -177,13 +157,8 @@ def _attend(
                 turn = (step + tile) // RING & 1
                 mbarrier.wait(barriers.k_ready.index(slot), turn)
                 scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
-                scores = warpgroup_mma(
-                    memory.q.index(PART),
-                    common.matrix(memory.k, slot).permute([1, 0]),
-                    scores,
-                    use_acc=False,
-                    is_async=True,
-                )
+                queries, keys = memory.q.index(PART), common.matrix(memory.k, slot).permute([1, 0])
+                scores = warpgroup_mma(queries, keys, scores, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, [scores])
                 mbarrier.arrive(barriers.k_free.index(slot), count=1)
                 mbarrier.wait(barriers.v_ready.index(slot), turn)
@@ -195,18 +170,14 @@ def _attend(
                             PART * (HALVES - 1) * (D // 2), D // HALVES, dim=1
                         )
                         common.clear_columns(tile_part, key, item)
-                        fence_async_shared()
-                        common.group_barrier()
+                        common.fence_warps()
                         if HALVES == 2:  # each clears half of the columns
                             mbarrier.arrive(barriers.cleared.index(0), count=1)
                             mbarrier.wait(barriers.cleared.index(0), clears & 1)
                             clears += 1
-                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
-                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
-                acc_scale = gl.exp2(exponent)
+                raw_max, factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 1), scale_log2)
                 weights = gl.exp2(scores * factor[:, None] - shift[:, None])
                 total = total * acc_scale + gl.sum(weights, 1)
-                raw_max = new_raw_max
                 operand = gl.convert_layout(weights.to(memory.v.dtype), gl.DotOperandLayout(0, wide, 2))
                 sums = sums * gl.convert_layout(acc_scale, gl.SliceLayout(1, wide))[:, None]
                 sums = warpgroup_mma(operand, common.matrix(memory.v, slot), sums, is_async=True)
@@ -215,42 +186,26 @@ def _attend(
             step += item.tiles
 
             row_max = row_max_of(raw_max, scale_log2)
-            if HALVES == 2:
-                factor = common.finish_rows(
-                    row_max, total, results, position, item, work, PART * _ROWS, is_row, head, token, down, SHAPE
-                )
-                sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(results, sums, 0, D, PART * _ROWS, position, item, work, wide, SHAPE)
-            elif PART == 1:
+            if HALVES == 1 and PART == 1:
                 mbarrier.wait(barriers.sums_free.index(0), (done & 1) ^ 1)
                 memory.sums.store(sums)
                 memory.row_max.store(row_max)
                 memory.total.store(total)
                 mbarrier.arrive(barriers.sums_ready.index(0), count=1)
             else:
-                mbarrier.wait(barriers.sums_ready.index(0), done & 1)
-                other = memory.row_max.load(down)
-                both = gl.maximum(row_max, other)
-                shift = gl.where(both == float("-inf"), 0.0, both)
-                mine, theirs = gl.exp2(row_max - shift), gl.exp2(other - shift)
-                total = total * mine + memory.total.load(down) * theirs
-                sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
-                sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
-                mbarrier.arrive(barriers.sums_free.index(0), count=1)
-                factor = common.finish_rows(
-                    both, total, results, position, item, work, 0, is_row, head, token, down, SHAPE
-                )
+                if HALVES == 1:
+                    mbarrier.wait(barriers.sums_ready.index(0), done & 1)
+                    other = memory.row_max.load(down)
+                    both = gl.maximum(row_max, other)
+                    shift = gl.where(both == float("-inf"), 0.0, both)
+                    mine, theirs = gl.exp2(row_max - shift), gl.exp2(other - shift)
+                    total = total * mine + memory.total.load(down) * theirs
+                    sums = sums * gl.convert_layout(mine, gl.SliceLayout(1, wide))[:, None]
+                    sums += memory.sums.load(wide) * gl.convert_layout(theirs, gl.SliceLayout(1, wide))[:, None]
+                    row_max = both
+                    mbarrier.arrive(barriers.sums_free.index(0), count=1)
+                factor = common.finish_rows(program, item, rows, row_max, total, down, SHAPE, FIRST)
                 sums = sums * gl.convert_layout(factor, gl.SliceLayout(1, wide))[:, None]
-                common.store_rows(results, sums, 0, D, 0, position, item, work, wide, SHAPE)
+                common.store_sums(program, item, sums, 0, D, wide, SHAPE, FIRST)
             done += 1
         position = common.after(position, item)
-
-
-@gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr, D: gl.constexpr):
-    """Writes the queries to shared memory."""
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, D, layout=gl.SliceLayout(0, LINES))[None, :]
-    memory.store(common.load_signed(rows + column, is_row, SHAPE))
-    fence_async_shared()
-    common.group_barrier()

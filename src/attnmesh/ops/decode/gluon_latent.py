@@ -43,21 +43,16 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
-from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
+from attnmesh.ops.decode.gluon_common import LINES, OPERAND, VECTOR
+from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule, rope_of
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 from attnmesh.ops.gluon_widening import (
     LOWEST_UNIT,
     as_rows,
@@ -69,17 +64,11 @@ from attnmesh.ops.gluon_widening import (
     widen_to_fp16,
     write_unit,
 )
-from attnmesh.ops.storage import Quantized
 
 ROWS = 64  # of a tile: the rows of one matrix instruction
 TILES = DecodeTiles(rows=ROWS, keys=common.KEYS, warps=4, stages=2, resident=1)
-_ROWS, _KEYS, _QUARTER, _TAIL = (
-    gl.constexpr(ROWS),
-    gl.constexpr(common.KEYS),
-    gl.constexpr(common.D_V // 4),
-    gl.constexpr(common.D_TAIL),
-)
-_D_V = gl.constexpr(common.D_V)
+_ROWS, _D_V = gl.constexpr(ROWS), gl.constexpr(common.D_V)
+_KEYS, _QUARTER, _TAIL = gl.constexpr(common.KEYS), gl.constexpr(common.D_V // 4), gl.constexpr(common.D_TAIL)
 QUARTERS, WIDENED_QUARTERS = 9, 8  # of keys in shared memory, in 16 bits: as they are stored, or widened
 _TAILS = gl.constexpr(3)
 # Registers per thread; the score consumer has the rest of 512.
@@ -98,41 +87,20 @@ _PAIRS = gl.constexpr(
 # writes 16 bytes to each of eight rows. Lanes exchange such words until each has four of a row, and an instruction
 # writes 64 bytes to each. In two steps of one bit, which are shuffles: for both at once the compiler would need shared
 # memory, of which nothing is left.
-_ROW_LANES, _WARPS = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-_TWO_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
-    )
-)
-_FOUR_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8], *_ROW_LANES], _WARPS, [], [ROWS, common.D_V // 8]
-    )
-)
-_EIGHT_COLUMNS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]],
-        [[0, 8], [0, 16], *_ROW_LANES],
-        _WARPS,
-        [],
-        [ROWS, common.D_V // 4],
-    )
-)
+
+
+def _of_rows(registers: list[list[int]], lanes: list[list[int]], columns: int) -> gl.constexpr:
+    """A layout in which these lanes, of a warp, have a row."""
+    rows, warps = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.constexpr(gl.DistributedLinearLayout(registers, [*lanes, *rows], warps, [], [ROWS, columns]))
+
+
+_TWO_WORDS = _of_rows([[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 2]], common.D_V // 8)
+_FOUR_WORDS = _of_rows([[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]], [[0, 4], [0, 8]], common.D_V // 8)
+_EIGHT_COLUMNS = _of_rows([[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 16]], common.D_V // 4)
 _JOIN = gl.constexpr("mov.b32 $0, {$1, $2};")
 _SPLIT = gl.constexpr("mov.b32 {$0, $1}, $2;")
 _KEEP = gl.constexpr("mov.b32 $0, $1;")  # the compiler does not see that nothing changes, and keeps both steps
-
-
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # all but the first quarter; like keys and weights fp16 where keys are widened
-    q_tail: Any
-    k: Any
-    tails: Any  # and then the weights [ROWS, KEYS]
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
-    codes: Any  # where keys are widened
 
 
 # The barriers of quarters, tails and results.
@@ -152,14 +120,8 @@ class Codes(NamedTuple):
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    shared = Schedule.of(call, state, TILES)
-    scales = call.k.scales if isinstance(call.k, Quantized) else None
-    shape = common.shape_of(shared, ROWS, QUARTERS if scales is None else WIDENED_QUARTERS)
-    pools = (
-        *common.pool_descriptors(call, shape.piece),
-        None if scales is None else common.scale_descriptor(scales, shape.piece),
-    )
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    ring = QUARTERS if rope_of(call.k) is None else WIDENED_QUARTERS
+    return common.launch_over_latents(_attend_kernel, Schedule.of(call, state, TILES), ROWS, ring, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
@@ -174,15 +136,13 @@ def _attend_kernel(
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
     main: gl.constexpr = dtype if k_scales is None else gl.float16
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_memory = gl.allocate_shared_memory(main, [3, _ROWS, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], wide)
+    # Queries without the first quarter; weights are where the tail of their tile was.
+    q_rest = gl.allocate_shared_memory(main, [3, _ROWS, _QUARTER], OPERAND)
+    q_tail = gl.allocate_shared_memory(dtype, [_ROWS, _TAIL], OPERAND)
     keys = gl.allocate_shared_memory(main, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], gl.NVMMASharedLayout(128, 16, 4))
     tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout)
-    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], flat)
-    weight = gl.allocate_shared_memory(gl.float32, [_ROWS], flat)
-
+    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, _ROWS], VECTOR)
+    weight = gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR)
     barriers = Barriers(
         k_ready=new_barriers(SHAPE.ring, 1),
         k_free=new_barriers(SHAPE.ring, 1),
@@ -197,156 +157,151 @@ def _attend_kernel(
         codes = Codes(
             gl.allocate_shared_memory(k_main.dtype, [2, 1, 1, _KEYS, _QUARTER], k_main.layout),
             gl.allocate_shared_memory(gl.float32, [1, 1, 1, _KEYS, 4], k_scales.layout),
-            gl.allocate_shared_memory(gl.float32, [_TAILS, 1], flat),
-            gl.allocate_shared_memory(gl.float32, [_ROWS], flat),
+            gl.allocate_shared_memory(gl.float32, [_TAILS, 1], VECTOR),
+            gl.allocate_shared_memory(gl.float32, [_ROWS], VECTOR),
             new_barriers(2, 1),
             new_barriers(1, 1),
         )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, _ROWS, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, acc_scale, weight, codes)
-    source = common.Keys(k_main, k_tail, k_scales, table, table_stride)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
+    memory = common.Memory(
+        q=q_rest, q_tail=q_tail, k=keys, tails=tails, acc_scale=acc_scale, weight=weight, codes=codes
+    )
+    pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     WARPS: gl.constexpr = 1 if k_scales is None else 4
     REGISTERS: gl.constexpr = _PRODUCER if k_scales is None else _WIDENING_PRODUCER
     gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (0, memory, barriers, sources, position, work, results, SHAPE)),
-            (_add_values, (1, memory, barriers, sources, position, work, results, SHAPE)),
-            (
-                common.load_quarters if k_scales is None else _widen_quarters,
-                (source, memory, barriers, sources, position, work, SHAPE),
-            ),
-        ],
-        [4, 4, WARPS],
-        [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
-    )
+        [(_score, (program, SHAPE)), (_add_values, (0, program, SHAPE)), (_add_values, (1, program, SHAPE)),
+         (common.load_quarters if k_scales is None else _widen_quarters, (program, SHAPE))],
+        [4, 4, WARPS], [_VALUE_CONSUMER, _VALUE_CONSUMER, REGISTERS],
+    )  # fmt: skip
     invalidate_barriers(barriers)
     if k_scales is not None:
         invalidate_barriers((memory.codes.ready, memory.codes.scales_ready))
 
 
 @gluon.jit
-def _widen_quarters(source, memory, barriers, sources, position, work, SHAPE: gl.constexpr):
+def _widen_quarters(program, SHAPE: gl.constexpr):
     """`load_quarters` of keys in 8 bits, two quarters ahead, which are widened as soon as there is room."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     RING: gl.constexpr = SHAPE.ring
     codes = memory.codes
     step = 0  # tiles so far, of all items
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
-        table_row = source.table + position.sequence.to(gl.int64) * source.table_stride
+        item = common.item_at(program, position, SHAPE)
         key = item.begin
-        blocks = common.blocks_of(table_row, key, item, SHAPE)
+        blocks = common.blocks_of(item, key, SHAPE)
         unit = item.tiles * 0.0 + LOWEST_UNIT
         if item.tiles > 0:
-            _fetch_codes(source, codes, 0, blocks, key, work, SHAPE)
-            _fetch_codes(source, codes, 1, blocks, key, work, SHAPE)
-            _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+            _fetch_codes(program, 0, blocks, key, SHAPE)
+            _fetch_codes(program, 1, blocks, key, SHAPE)
+            common.fetch_tail(program, step, blocks, key, SHAPE)
         for tile in range(item.tiles):
-            following = common.blocks_of(table_row, key + _KEYS, item, SHAPE)
+            following = common.blocks_of(item, key + _KEYS, SHAPE)
             more = tile + 1 < item.tiles
             mbarrier.wait(codes.scales_ready.index(0), step & 1)
             scale = common.matrix(codes.scales, 0)
             unit = unit_of(scale, unit, item.first - key, item.stop - key)
-            scales = (
-                scale.slice(0, 1, dim=1).load(_PAIRS), scale.slice(1, 1, dim=1).load(_PAIRS),
-                scale.slice(2, 1, dim=1).load(_PAIRS), scale.slice(3, 1, dim=1).load(_PAIRS),
-            )  # fmt: skip
+            scales = ()
+            for quarter in gl.static_range(4):
+                scales = scales + (scale.slice(quarter, 1, dim=1).load(_PAIRS),)  # noqa: RUF005
             for quarter in gl.static_range(4):
                 mbarrier.wait(codes.ready.index(quarter % 2), quarter // 2)
-                pairs = _pairs(codes.quarters.index(quarter % 2)).load(_PAIRS)
+                pairs = codes.quarters.index(quarter % 2)._reinterpret(gl.int16, [_KEYS, _QUARTER // 2], OPERAND)
+                pairs = pairs.load(_PAIRS)
                 common.group_barrier()  # all warps have read them
                 if quarter < 2:
-                    _fetch_codes(source, codes, quarter + 2, blocks, key, work, SHAPE)
+                    _fetch_codes(program, quarter + 2, blocks, key, SHAPE)
                 elif more:
-                    _fetch_codes(source, codes, quarter - 2, following, key + _KEYS, work, SHAPE)
+                    _fetch_codes(program, quarter - 2, following, key + _KEYS, SHAPE)
                 at = 4 * step + quarter
                 mbarrier.wait(barriers.k_free.index(at % RING), (at // RING & 1) ^ 1)
                 widen_to_fp16(pairs, scales[quarter], unit, common.matrix(memory.k, at % RING))
                 if quarter == 0:  # in the slot of tile `step - 3`, which the value consumers are done with
                     write_unit(unit, codes.units.index(step % _TAILS))
-                fence_async_shared()
-                mbarrier.arrive(barriers.k_ready.index(at % RING), count=1)
+                common.fence_and_arrive(barriers.k_ready, at % RING)
             step += 1
             key += _KEYS
             blocks = following
             if more:  # whose slot was that of tile `step - 3`, which the value consumers are done with
-                _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE)
+                common.fetch_tail(program, step, blocks, key, SHAPE)
         position = common.after(position, item)
 
 
 @gluon.jit
-def _pairs(memory):
-    """The pairs of bytes [keys, pairs] of a quarter."""
-    return memory._reinterpret(gl.int16, [_KEYS, _QUARTER // 2], gl.NVMMASharedLayout(128, 16, 2))
-
-
-@gluon.jit
-def _fetch_codes(source, codes, QUARTER: gl.constexpr, blocks, key, work, SHAPE: gl.constexpr):
+def _fetch_codes(program, QUARTER: gl.constexpr, blocks, key, SHAPE: gl.constexpr):
     """A quarter of a tile in 8 bits, and with the first the scales."""
+    codes, pools = program.memory.codes, program.pools
     if QUARTER == 0:
-        common.fetch(source.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, work, SHAPE)
+        common.fetch(program, pools.scales, codes.scales.index(0), codes.scales_ready.index(0), blocks, key, 0, SHAPE)
     into, ready = codes.quarters.index(QUARTER % 2), codes.ready.index(QUARTER % 2)
-    common.fetch(source.main, into, ready, blocks, key, QUARTER * _QUARTER, work, SHAPE)
+    common.fetch(program, pools.main, into, ready, blocks, key, QUARTER * _QUARTER, SHAPE)
 
 
 @gluon.jit
-def _fetch_tail(source, memory, barriers, step, blocks, key, work, SHAPE: gl.constexpr):
-    slot = step % _TAILS
-    common.fetch(source.tail, memory.tails.index(slot), barriers.tail_ready.index(slot), blocks, key, 0, work, SHAPE)
-
-
-@gluon.jit
-def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
+def _score(program, SHAPE: gl.constexpr):
     """Scores, running maximum, weights and their sum; at the end the log-sum-exp."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
-    is_row, row_head, token = common.locate_rows(work, down, SHAPE)
+    RING: gl.constexpr = SHAPE.ring
+    rows = common.locate_rows(program.work, down, SHAPE)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
             factor, unit = scale_log2, 1.0  # of scores, and of keys
             if memory.codes is None:
-                q_first = _load_queries(q, q_strides, memory, position.sequence, work, grid, SHAPE)
+                q_first = _load_queries(program, item, grid, SHAPE)
             else:
-                q_first, unit = _narrow_queries(
-                    q, q_strides, memory, barriers, step, position.sequence, work, grid, SHAPE
-                )
+                q_first, unit = _narrow_queries(program, item, step, grid, SHAPE)
                 factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
             raw_max = gl.zeros([_ROWS], gl.float32, down) + lowest_of(factor)
             total = gl.full([_ROWS], 0.0, gl.float32, down)
             for tile in range(item.tiles):
-                scores = _products(q_first, memory, barriers, step, grid, SHAPE)
+                scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
+                for quarter in gl.static_range(4):
+                    at = 4 * step + quarter
+                    mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
+                    queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
+                    keys = common.matrix(memory.k, at % RING).permute([1, 0])
+                    scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
                 ratio = 1.0
                 if memory.codes is not None:
-                    new_unit = _unit(memory, barriers, step, SHAPE)
+                    new_unit = _unit(program, step, SHAPE)
                     ratio = unit * inverse_of(new_unit)
                     if ratio < 1.0:  # rarely
                         scale_tail(memory.q_tail, ratio)
                     unit = new_unit
                     factor = memory.codes.row_units.load(down) * (scale_log2 * unit)
                     raw_max *= ratio
-                scores = warpgroup_mma_wait(0, [_add_tail(scores, memory, barriers, step)])
-                mbarrier.arrive(barriers.scored.index(step % _TAILS), count=1)
+                slot = step % _TAILS
+                mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
+                keys = common.matrix(memory.tails, slot).permute([1, 0])
+                scores = warpgroup_mma_wait(0, [warpgroup_mma(memory.q_tail, keys, scores, is_async=True)])
+                mbarrier.arrive(barriers.scored.index(slot), count=1)
                 key = item.begin + tile * _KEYS
-                raw_max, total = _weigh(
-                    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid,
-                    SHAPE,
-                )  # fmt: skip
+                if (key < item.inner) | (key + _KEYS > item.edge):
+                    near = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
+                    visible = (near >= (row_first - key)[:, None]) & (near < (row_end - key)[:, None])
+                    scores = gl.where(visible, scores, float("-inf"))
+                    if (key < item.first) | (key + _KEYS > item.stop):
+                        common.clear_outside(memory.k, step, key, item, SHAPE)
+                raw_max, row_factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 1), factor)
+                memory.acc_scale.index(slot).store(acc_scale * ratio)
+                weights = gl.exp2(scores * row_factor[:, None] - shift[:, None])
+                _weights(memory, slot).store(weights.to(memory.q.dtype))
+                common.fence_and_arrive(barriers.weights_ready, slot)
+                total = total * acc_scale + gl.sum(weights, 1)
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             row_max = row_max_of(raw_max, factor)
-            weight = common.finish_rows(
-                row_max, total, results, position, item, work, 0, is_row, row_head, token, down, SHAPE
-            )
+            weight = common.finish_rows(program, item, rows, row_max, total, down, SHAPE)
             memory.weight.store(weight * unit)
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
@@ -354,46 +309,41 @@ def _score(q, q_strides, memory, barriers, sources, position, work, results, sca
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _load_queries(program, item, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes all but the first quarter of the queries to shared memory; returns the first."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
+    memory = program.memory
     # Loads start before the first is needed, as far as registers allow.
-    first = common.load_signed(rows + column, is_row, SHAPE)
-    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
-    second = common.load_signed(rows + (column + _QUARTER), is_row, SHAPE)
-    third = common.load_signed(rows + (column + 2 * _QUARTER), is_row, SHAPE)
+    first = common.load_queries(program, item, 0, _QUARTER, SHAPE)
+    last = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE)
+    second = common.load_queries(program, item, _QUARTER, _QUARTER, SHAPE)
+    third = common.load_queries(program, item, 2 * _QUARTER, _QUARTER, SHAPE)
     memory.q.index(0).store(first)
     memory.q_tail.store(last)
-    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_queries(program, item, 3 * _QUARTER, _QUARTER, SHAPE)
     first = memory.q.index(0).load(operand)
     common.group_barrier()  # all warps have read it
     memory.q.index(0).store(second)
     memory.q.index(1).store(third)
     memory.q.index(2).store(fourth)
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
     return first
 
 
 @gluon.jit
-def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _narrow_queries(program, item, step, grid: gl.constexpr, SHAPE: gl.constexpr):
     """`_load_queries` in fp16 where keys are widened; returns the unit of the first keys, too."""
     operand: gl.constexpr = gl.DotOperandLayout(0, grid, 2)
-    dtype: gl.constexpr = q.dtype.element_ty
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
+    dtype: gl.constexpr = program.q.dtype.element_ty
+    memory = program.memory
     # Three quarters wait in shared memory for the largest numbers of the rows. Each thread reads what it has written.
-    last = common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE)
+    last = common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE)
     largest = gl.max(gl.abs(last.to(gl.float32)), 1)
     for quarter in gl.static_range(3):
-        values = common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE)
+        values = common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE)
         as_rows(memory.q.index(quarter), dtype, _QUARTER).store(values)
         largest = gl.maximum(largest, gl.max(gl.abs(values.to(gl.float32)), 1))
-    fourth = common.load_signed(rows + (column + 3 * _QUARTER), is_row, SHAPE)
+    fourth = common.load_queries(program, item, 3 * _QUARTER, _QUARTER, SHAPE)
     row_unit = row_unit_of(gl.maximum(largest, gl.max(gl.abs(fourth.to(gl.float32)), 1)))
     memory.codes.row_units.store(row_unit)
     power = inverse_of(row_unit)[:, None]
@@ -406,40 +356,18 @@ def _narrow_queries(q, q_strides, memory, barriers, step, sequence, work, grid: 
         values = as_rows(memory.q.index(quarter + 1), dtype, _QUARTER).load(LINES)
         memory.q.index(quarter).store((values.to(gl.float32) * power).to(gl.float16))
     memory.q.index(2).store((fourth.to(gl.float32) * power).to(gl.float16))
-    unit = _unit(memory, barriers, step, SHAPE)
+    unit = _unit(program, step, SHAPE)
     memory.q_tail.store((last.to(gl.float32) * (power * inverse_of(unit))).to(dtype))
-    fence_async_shared()
-    common.group_barrier()
+    common.fence_warps()
     return q_first, unit
 
 
 @gluon.jit
-def _products(q_first, memory, barriers, step, grid: gl.constexpr, SHAPE: gl.constexpr):
-    """Starts the products of the queries with a tile of keys."""
-    scores = gl.zeros([_ROWS, _KEYS], gl.float32, grid)
-    for quarter in gl.static_range(4):
-        slot = (4 * step + quarter) % SHAPE.ring
-        mbarrier.wait(barriers.k_ready.index(slot), (4 * step + quarter) // SHAPE.ring & 1)
-        queries = q_first if quarter == 0 else memory.q.index(quarter - 1)
-        keys = common.matrix(memory.k, slot).permute([1, 0])
-        scores = warpgroup_mma(queries, keys, scores, use_acc=quarter > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
-def _add_tail(scores, memory, barriers, step):
-    """Starts the product of the tails, too."""
-    slot = step % _TAILS
-    mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
-    return warpgroup_mma(memory.q_tail, common.matrix(memory.tails, slot).permute([1, 0]), scores, is_async=True)
-
-
-@gluon.jit
-def _unit(memory, barriers, step, SHAPE: gl.constexpr):
+def _unit(program, step, SHAPE: gl.constexpr):
     """The power of two that the values of a tile were divided by."""
     slot = 4 * step % SHAPE.ring
-    mbarrier.wait(barriers.k_ready.index(slot), 4 * step // SHAPE.ring & 1)
-    return read_unit(memory.codes.units.index(step % _TAILS))
+    mbarrier.wait(program.barriers.k_ready.index(slot), 4 * step // SHAPE.ring & 1)
+    return read_unit(program.memory.codes.units.index(step % _TAILS))
 
 
 @gluon.jit
@@ -452,41 +380,15 @@ def _weights(memory, slot):
 
 
 @gluon.jit
-def _weigh(
-    scores, raw_max, total, key, row_first, row_end, item, memory, barriers, step, factor, ratio, grid: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Hands the weights of a tile and `acc_scale`, the factor of the sums so far, to the value consumers.
-
-    Returns the new maximum and the new sum of weights.
-    """
-    slot = step % _TAILS
-    if (key < item.inner) | (key + _KEYS > item.edge):
-        column = gl.arange(0, _KEYS, layout=gl.SliceLayout(0, grid))[None, :]
-        visible = (column >= (row_first - key)[:, None]) & (column < (row_end - key)[:, None])
-        scores = gl.where(visible, scores, float("-inf"))
-        if (key < item.first) | (key + _KEYS > item.stop):
-            common.clear_outside(memory.k, step, key, item, SHAPE)
-    new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 1), factor)
-    factor, shift, exponent = row_exponents(raw_max, new_raw_max, factor)
-    acc_scale = gl.exp2(exponent)
-    memory.acc_scale.index(slot).store(acc_scale * ratio)
-    weights = gl.exp2(scores * factor[:, None] - shift[:, None])
-    _weights(memory, slot).store(weights.to(memory.q.dtype))
-    fence_async_shared()
-    mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
-    return new_raw_max, total * acc_scale + gl.sum(weights, 1)
-
-
-@gluon.jit
-def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
+def _add_values(PART: gl.constexpr, program, SHAPE: gl.constexpr):
     """Adds weights times values, for two quarters of the output columns."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _QUARTER, 16])
     down: gl.constexpr = gl.SliceLayout(1, grid)
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
             left = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
             right = gl.zeros([_ROWS, _QUARTER], gl.float32, grid)
@@ -517,23 +419,22 @@ def _add_values(PART: gl.constexpr, memory, barriers, sources, position, work, r
             weight = memory.weight.load(down)[:, None]
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
-            _store(results, left * weight, PART * _QUARTER, position, item, work, grid, SHAPE)
-            _store(results, right * weight, (PART + 2) * _QUARTER, position, item, work, grid, SHAPE)
+            _store(program, item, left * weight, PART * _QUARTER, grid, SHAPE)
+            _store(program, item, right * weight, (PART + 2) * _QUARTER, grid, SHAPE)
         position = common.after(position, item)
 
 
 @gluon.jit
-def _store(results, sums, COLUMN: gl.constexpr, position, item, work, grid: gl.constexpr, SHAPE: gl.constexpr):
+def _store(program, item, sums, COLUMN: gl.constexpr, grid: gl.constexpr, SHAPE: gl.constexpr):
     """Writes a quarter of the output columns, from COLUMN on, of a whole sequence or of a split."""
-    dtype: gl.constexpr = results.out.dtype.element_ty
+    dtype: gl.constexpr = program.results.out.dtype.element_ty
     if item.starts & item.ends:
         if dtype == gl.float32:
-            common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+            common.store_sums(program, item, sums, COLUMN, _D_V, grid, SHAPE)
         else:
-            rows = _exchange(sums.to(dtype))
-            common.store_rows(results, rows, COLUMN, _D_V, 0, position, item, work, _EIGHT_COLUMNS, SHAPE)
+            common.store_sums(program, item, _exchange(sums.to(dtype)), COLUMN, _D_V, _EIGHT_COLUMNS, SHAPE)
     else:
-        common.store_rows(results, sums, COLUMN, _D_V, 0, position, item, work, grid, SHAPE)
+        common.store_sums(program, item, sums, COLUMN, _D_V, grid, SHAPE)
 
 
 @gluon.jit

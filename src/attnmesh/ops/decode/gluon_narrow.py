@@ -18,25 +18,19 @@ are thus done. When the score consumer has the keys of tile i, the value consume
 
 # mypy: disable-error-code="assignment"
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnmesh.core.state import State
 from attnmesh.ops.decode import gluon_common as common
 from attnmesh.ops.decode.call import DecodeCall
-from attnmesh.ops.decode.gluon_common import LINES
+from attnmesh.ops.decode.gluon_common import OPERAND, VECTOR
 from attnmesh.ops.decode.triton import DecodeTiles, Launches, Schedule
 from attnmesh.ops.gluon_barriers import invalidate_barriers, new_barriers
-from attnmesh.ops.gluon_exponents import lowest_of, row_exponents, row_max_of
+from attnmesh.ops.gluon_exponents import lowest_of, row_max_of
 
 ROWS = 16  # of a tile, at most
 RING = 11  # quarters of keys: what the queries leave of shared memory
@@ -46,34 +40,18 @@ _TAILS = gl.constexpr(3)
 _VALUE_CONSUMER, _PRODUCER = gl.constexpr(144), gl.constexpr(24)  # registers per thread
 
 
-class Memory(NamedTuple):
-    """Shared memory."""
-
-    q: Any  # quarters
-    q_tail: Any
-    k: Any
-    tails: Any
-    weights: Any
-    acc_scale: Any  # factor of the sums so far after a new maximum
-    weight: Any  # of the sums at the end of an item
-
-
 # The barriers of quarters, tails, weights and results.
 Barriers = namedtuple("Barriers", "k_ready k_free tail_ready weights_ready result_ready result_free")
 
 
 def launch(call: DecodeCall, state: State, first_sequence: int) -> Launches:
     """Out and lse of a call whose `why_not` is None, in two launches."""
-    shared = Schedule.of(call, state, TILES)
-    shape = common.shape_of(shared, ROWS, RING)
-    pools = common.pool_descriptors(call, shape.piece)
-    return common.launch_kernel(_attend_kernel, shared, pools, shape, first_sequence)
+    return common.launch_over_latents(_attend_kernel, Schedule.of(call, state, TILES), ROWS, RING, first_sequence)
 
 
 @gluon.jit(do_not_specialize=common.NOT_SPECIALIZED)
 def _attend_kernel(
-    k_main, k_tail, q, q_strides,
-    table, table_stride, cur_pos, range_first, range_end,
+    k_main, k_tail, k_scales, q, q_strides, table, table_stride, cur_pos, range_first, range_end,
     out, out_strides, lse, lse_strides, part_out, part_lse, sinks,
     batch, kv_heads, capacity, window, partitions, max_splits, scale_log2,
     SHAPE: gl.constexpr, BATCH: gl.constexpr, EARLY: gl.constexpr,
@@ -82,17 +60,15 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()  # the merge kernel may start: it waits for the end of this kernel itself
     dtype: gl.constexpr = q.dtype.element_ty
-    wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    key_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 4)
-    q_memory = gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], wide)
-    q_tail = gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], wide)
-    keys = gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], key_layout)
-    tails = gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], key_layout)
-    weights = gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], wide)
-    acc_scale = gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], flat)
-    weight = gl.allocate_shared_memory(gl.float32, [SHAPE.tile], flat)
-
+    memory = common.Memory(
+        q=gl.allocate_shared_memory(dtype, [4, SHAPE.tile, _QUARTER], OPERAND),
+        q_tail=gl.allocate_shared_memory(dtype, [SHAPE.tile, _TAIL], OPERAND),
+        k=gl.allocate_shared_memory(dtype, [SHAPE.ring, 1, 1, _KEYS, _QUARTER], k_main.layout),
+        tails=gl.allocate_shared_memory(dtype, [_TAILS, 1, 1, _KEYS, _TAIL], k_tail.layout),
+        weights=gl.allocate_shared_memory(dtype, [_TAILS, SHAPE.tile, _KEYS], OPERAND),
+        acc_scale=gl.allocate_shared_memory(gl.float32, [_TAILS, SHAPE.tile], VECTOR),
+        weight=gl.allocate_shared_memory(gl.float32, [SHAPE.tile], VECTOR),
+    )
     RING: gl.constexpr = SHAPE.ring
     barriers = Barriers(
         k_ready=new_barriers(RING, 1),
@@ -102,20 +78,13 @@ def _attend_kernel(
         result_ready=new_barriers(1, 1),
         result_free=new_barriers(1, 1),
     )
-    fence_async_shared()
-
     sources = common.Sources(cur_pos, range_first, range_end, batch, capacity, window)
-    work = common.work_tile_of_program(kv_heads, SHAPE.rows, SHAPE)
-    position = common.first_position(sources, work, partitions, max_splits, SHAPE, BATCH)
-    memory = Memory(q_memory, q_tail, keys, tails, weights, acc_scale, weight)
-    source = common.Keys(k_main, k_tail, None, table, table_stride)
+    work, position = common.work_of_program(sources, kv_heads, partitions, max_splits, SHAPE, BATCH)
+    pools = common.Pools(k_main, k_tail, k_scales, table, table_stride)
     results = common.Results(out, out_strides, lse, lse_strides, part_out, part_lse, sinks)
+    program = common.Program(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, pools)
     gl.warp_specialize(
-        [
-            (_score, (q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE)),
-            (_add_values, (memory, barriers, sources, position, work, results, SHAPE)),
-            (common.load_quarters, (source, memory, barriers, sources, position, work, SHAPE)),
-        ],
+        [(_score, (program, SHAPE)), (_add_values, (program, SHAPE)), (common.load_quarters, (program, SHAPE))],
         [4, 1],
         [_VALUE_CONSUMER, _PRODUCER],
     )
@@ -123,95 +92,74 @@ def _attend_kernel(
 
 
 @gluon.jit
-def _score(q, q_strides, memory, barriers, sources, position, work, results, scale_log2, SHAPE: gl.constexpr):
+def _score(program, SHAPE: gl.constexpr):
     """Scores [keys, rows], running maximum, weights and their sum; at the end the log-sum-exp."""
+    memory, barriers, position, scale_log2 = program.memory, program.barriers, program.position, program.scale_log2
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
-    is_row, head, token = common.locate_rows(work, across, SHAPE)
+    rows = common.locate_rows(program.work, across, SHAPE)
     near = gl.arange(0, _KEYS, layout=gl.SliceLayout(1, grid))[:, None]
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            row_first, row_end = common.row_bounds(sources, item, position.sequence, token, is_row, SHAPE.tokens)
-            _load_queries(q, q_strides, memory, position.sequence, work, SHAPE)
+            row_first, row_end = common.row_bounds(program, item, rows, SHAPE)
+            for quarter in gl.static_range(4):
+                memory.q.index(quarter).store(common.load_queries(program, item, quarter * _QUARTER, _QUARTER, SHAPE))
+            memory.q_tail.store(common.load_queries(program, item, 4 * _QUARTER, _TAIL, SHAPE))
+            common.fence_warps()
             raw_max = gl.full([SHAPE.tile], 0.0, gl.float32, across) + lowest_of(scale_log2)
-            total = gl.zeros([_KEYS, N], gl.float32, grid)  # summed over the keys once, at the end
+            total = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)  # summed over the keys once, at the end
             for tile in range(item.tiles):
                 key = item.begin + tile * _KEYS
                 slot = step % _TAILS
-                scores = gl.zeros([_KEYS, N], gl.float32, grid)
+                scores = gl.full([_KEYS, SHAPE.tile], 0.0, gl.float32, grid)
                 for quarter in gl.static_range(4):
                     at = 4 * step + quarter
                     mbarrier.wait(barriers.k_ready.index(at % RING), at // RING & 1)
-                    queries = memory.q.index(quarter).permute([1, 0])
-                    scores = warpgroup_mma(
-                        common.matrix(memory.k, at % RING), queries, scores, use_acc=quarter > 0, is_async=True
-                    )
+                    keys, queries = common.matrix(memory.k, at % RING), memory.q.index(quarter).permute([1, 0])
+                    scores = warpgroup_mma(keys, queries, scores, use_acc=quarter > 0, is_async=True)
                 mbarrier.wait(barriers.tail_ready.index(slot), step // _TAILS & 1)
-                scores = warpgroup_mma(
-                    common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0]), scores, is_async=True
-                )
-                scores = warpgroup_mma_wait(0, [scores])
+                keys, queries = common.matrix(memory.tails, slot), memory.q_tail.permute([1, 0])
+                scores = warpgroup_mma_wait(0, [warpgroup_mma(keys, queries, scores, is_async=True)])
 
                 if (key < item.inner) | (key + _KEYS > item.edge):
                     visible = (near >= (row_first - key)[None, :]) & (near < (row_end - key)[None, :])
                     scores = gl.where(visible, scores, float("-inf"))
                     if (key < item.first) | (key + _KEYS > item.stop):
                         common.clear_outside(memory.k, step, key, item, SHAPE)
-                new_raw_max = common.update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
-                factor, shift, exponent = row_exponents(raw_max, new_raw_max, scale_log2)
-                acc_scale = gl.exp2(exponent)
+                raw_max, factor, shift, acc_scale = common.update_raw_max(raw_max, gl.max(scores, 0), scale_log2)
                 memory.acc_scale.index(slot).store(acc_scale)
                 weights = gl.exp2(scores * factor[None, :] - shift[None, :])
                 memory.weights.index(slot).permute([1, 0]).store(weights.to(memory.weights.dtype))
-                fence_async_shared()
-                mbarrier.arrive(barriers.weights_ready.index(slot), count=1)
+                common.fence_and_arrive(barriers.weights_ready, slot)
                 total = total * acc_scale[None, :] + weights
-                raw_max = new_raw_max
                 step += 1
 
             mbarrier.wait(barriers.result_free.index(0), (done & 1) ^ 1)
             sums = gl.sum(total, 0)
             row_max = row_max_of(raw_max, scale_log2)
-            factor = common.finish_rows(
-                row_max, sums, results, position, item, work, 0, is_row, head, token, across, SHAPE
-            )
-            memory.weight.store(factor)
+            memory.weight.store(common.finish_rows(program, item, rows, row_max, sums, across, SHAPE))
             mbarrier.arrive(barriers.result_ready.index(0), count=1)
             done += 1
         position = common.after(position, item)
 
 
 @gluon.jit
-def _load_queries(q, q_strides, memory, sequence, work, SHAPE: gl.constexpr):
-    """Writes the queries to shared memory."""
-    rows, is_row = common.query_rows(q, q_strides, sequence, work, SHAPE)
-    column = gl.arange(0, _QUARTER, layout=gl.SliceLayout(0, LINES))[None, :]
-    tail = gl.arange(0, _TAIL, layout=gl.SliceLayout(0, LINES))[None, :]
-    for quarter in gl.static_range(4):
-        memory.q.index(quarter).store(common.load_signed(rows + (column + quarter * _QUARTER), is_row, SHAPE))
-    memory.q_tail.store(common.load_signed(rows + (tail + 4 * _QUARTER), is_row, SHAPE))
-    fence_async_shared()
-    common.group_barrier()
-
-
-@gluon.jit
-def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.constexpr):
+def _add_values(program, SHAPE: gl.constexpr):
     """Adds values times weights, [columns, rows]."""
+    memory, barriers, position = program.memory, program.barriers, program.position
     grid: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SHAPE.tile, 16])
     across: gl.constexpr = gl.SliceLayout(0, grid)
     RING: gl.constexpr = SHAPE.ring
-    N: gl.constexpr = SHAPE.tile
     step = 0  # tiles so far, of all items
     done = 0  # items so far that have any tile
     while position.at < position.stop:
-        item = common.item_at(sources, position, SHAPE)
+        item = common.item_at(program, position, SHAPE)
         if item.tiles > 0:
-            nothing = gl.zeros([_QUARTER, N], gl.float32, grid)
+            nothing = gl.full([_QUARTER, SHAPE.tile], 0.0, gl.float32, grid)
             sums = (nothing, nothing, nothing, nothing)
             for _tile in range(item.tiles):
                 slot = step % _TAILS
@@ -234,6 +182,6 @@ def _add_values(memory, barriers, sources, position, work, results, SHAPE: gl.co
             mbarrier.arrive(barriers.result_free.index(0), count=1)
             done += 1
             for quarter in gl.static_range(4):
-                part = sums[quarter] * weight
-                common.store_columns(results, part, quarter * _QUARTER, 1, position, item, work, grid, SHAPE)
+                part, column = sums[quarter] * weight, quarter * _QUARTER
+                common.store_sums(program, item, part, column, 4 * _QUARTER, grid, SHAPE, AXIS=1)
         position = common.after(position, item)

@@ -26,12 +26,21 @@ offsets within a block repeat from tile to tile when tiles and blocks divide one
 the pool needs more.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmesh.ops.dense.triton_tiles import tanh
 
+# They change from step to step, and specialization would recompile for each kind of value.
+NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "partitions", "max_splits", "error_base", "mask_width"]
+# The rows of a tile: whether they exist, their sequences, query heads and tokens.
+Rows = namedtuple("Rows", "exist sequence head token")
+_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+_CHAIN = tl.constexpr(128)  # products of float32 that are summed one after another
+_NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
 # Two 16-bit words in, their lower and upper values out: four bytes become four fp16 values.
 _FP8_HALVES = tl.constexpr("""{
     .reg .b32 sorted;
@@ -128,17 +137,6 @@ def head_pointer(base, strides, head, sequence, PER_SEQUENCE: tl.constexpr):
 
 
 @triton.jit
-def in_bounds(blocks, keys, first, stop, num_blocks, BOUNDED: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Which keys belong to the sequence and lie in the pool: no other memory is read."""
-    valid = keys < stop
-    if BOUNDED:
-        valid = valid & (keys >= first)
-    if BLOCK_SIZE > 0:
-        valid = valid & (tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True))
-    return valid
-
-
-@triton.jit
 def key_offsets(blocks, block_offsets, strides, WIDE: tl.constexpr):
     """The offset of each key from the beginning of its head."""
     if WIDE:
@@ -162,15 +160,17 @@ def load_keys(head, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, WIDTH
 
 
 @triton.jit
-def load_bfp_scales(
-    scales, strides, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """The powers of two of a bfp8 tile, broadcast to its values, [keys, WIDTH]."""
-    groups = COLUMN // 16 + tl.arange(0, WIDTH // 16)
-    inside = valid[:, None] & (groups < D // 16)[None, :]
-    powers = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=inside, other=0).to(tl.int32)
-    steps = ((powers + 127) << 23).to(tl.float32, bitcast=True)  # 2 ** power, exactly
-    return tl.broadcast_to(steps[:, :, None], (KEYS, WIDTH // 16, 16)).reshape(KEYS, WIDTH)
+def load_scales(
+    scales, strides, offsets, valid, COLUMN: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """The scales of a tile, one per GROUP values (of bfp8 exponents), broadcast to its values, [keys, WIDTH]."""
+    groups = COLUMN // GROUP + tl.arange(0, WIDTH // GROUP)
+    inside = valid[:, None] & (groups < D // GROUP)[None, :]
+    steps = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=inside, other=0)
+    if steps.dtype == tl.int8:
+        steps = ((steps.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)  # 2 ** exponent, exactly
+    return tl.broadcast_to(steps[:, :, None], (KEYS, WIDTH // GROUP, GROUP)).reshape(KEYS, WIDTH)
 
 
 @triton.jit
@@ -220,14 +220,6 @@ def unpack_bfp_pairs(words, exponents, COMPILED: tl.constexpr, dtype: tl.constex
 
 
 @triton.jit
-def load_latent_scales(scales, strides, offsets, valid, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """The scales of an fp8_ds_mla tile, one per 128 values, broadcast to its values, [keys, WIDTH]."""
-    groups = tl.arange(0, WIDTH // 128)
-    loaded = tl.load(scales + (offsets[:, None] + groups[None, :] * strides[3]), mask=valid[:, None], other=0.0)
-    return tl.broadcast_to(loaded[:, :, None], (KEYS, WIDTH // 128, 128)).reshape(KEYS, WIDTH)
-
-
-@triton.jit
 def unpack_pairs(words, STORAGE: tl.constexpr, COMPILED: tl.constexpr):
     """The lower and the upper value in each 16-bit word of an fp8 or int8 tile, exactly, in fp16.
 
@@ -259,40 +251,6 @@ def normalize_to_fp16(q):
 
 
 @triton.jit
-def split_pairs(tile, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """[2 * PAIRS, ROWS] as its even and its odd rows."""
-    return tl.split(tl.permute(tl.reshape(tile, (PAIRS, 2, ROWS)), (0, 2, 1)))
-
-
-@triton.jit
-def join_pairs(even, odd, PAIRS: tl.constexpr, ROWS: tl.constexpr):
-    """The inverse of `split_pairs`."""
-    return tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (2 * PAIRS, ROWS))
-
-
-# They change from step to step, and specialization would recompile for each kind of value.
-NOT_SPECIALIZED = ["batch", "num_blocks", "capacity", "window", "partitions", "max_splits", "error_base", "mask_width"]
-
-
-@triton.jit
-def implicit_range(last, window, TOKENS: tl.constexpr):
-    """The keys [first, end) visible to some token of a sequence; `last` is the position of its last token."""
-    first = tl.zeros_like(last)
-    if window is not None:
-        first = tl.maximum(last - (TOKENS - 1) - (window - 1), 0)
-    return first, last + 1
-
-
-@triton.jit
-def explicit_range(firsts, ends, index, batch, last, TOKENS: tl.constexpr):
-    """The keys [first, end) of explicit key ranges: first key of the first token, end of the last; (0, 0) if empty."""
-    first = tl.maximum(tl.load(firsts + index * TOKENS, mask=index < batch, other=0), 0)
-    end = tl.minimum(tl.load(ends + index * TOKENS + (TOKENS - 1), mask=index < batch, other=0), last + 1)
-    some = first < end
-    return tl.where(some, first, 0).to(tl.int32), tl.where(some, end, 0).to(tl.int32)
-
-
-@triton.jit
 def valid_position(position, capacity):
     """A position in 32 bits, or -1 (skipped) if it is beyond the capacity: nothing is read; the merge records it."""
     return tl.where(position < capacity, tl.maximum(position, -1), -1).to(tl.int32)
@@ -309,10 +267,16 @@ def work_units(
     """
     index = tl.arange(0, BATCH)
     last = valid_position(tl.load(cur_pos + index, mask=index < batch, other=-1), capacity)
-    if range_first is not None:
-        first, end = explicit_range(range_first, range_end, index, batch, last, TOKENS)
+    if range_first is not None:  # from the first token's first key to the last token's end
+        first = tl.maximum(tl.load(range_first + index * TOKENS, mask=index < batch, other=0), 0)
+        end = tl.minimum(tl.load(range_end + index * TOKENS + (TOKENS - 1), mask=index < batch, other=0), last + 1)
+        some = first < end
+        first, end = tl.where(some, first, 0).to(tl.int32), tl.where(some, end, 0).to(tl.int32)
     else:
-        first, end = implicit_range(last, window, TOKENS)
+        first = tl.zeros_like(last)
+        if window is not None:
+            first = tl.maximum(last - (TOKENS - 1) - (window - 1), 0)
+        end = last + 1
     end = tl.maximum(end, 0)
     if SHARED:
         index = tl.arange(0, 1)
@@ -362,41 +326,25 @@ def row_tiles(batch, TOKENS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constex
 
 
 @triton.jit
-def locate_rows(rows, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
-    """Whether the rows of a kv head exist, and their sequence, query head and token.
-
-    Rows are ordered by (sequence, if all share one cache), query head of the group, token.
-    """
-    is_row = rows < row_count
-    row_sequence = tl.zeros_like(rows) + sequence
+def locate_rows(index, row_count, head, sequence, TOKENS: tl.constexpr, GROUP: tl.constexpr, SHARED: tl.constexpr):
+    """Some rows of a kv head, ordered by (sequence, if all share one cache), query head of the group, token."""
+    is_row = index < row_count
+    row_sequence = tl.zeros_like(index) + sequence
     if SHARED:
-        row_sequence = tl.where(is_row, rows // (GROUP * TOKENS), 0)
-    return is_row, row_sequence, head * GROUP + rows // TOKENS % GROUP, rows % TOKENS
+        row_sequence = tl.where(is_row, index // (GROUP * TOKENS), 0)
+    return Rows(is_row, row_sequence, head * GROUP + index // TOKENS % GROUP, index % TOKENS)
 
 
 @triton.jit
-def row_offsets(strides, row_sequence, row_head, row_token):
+def row_offsets(strides, rows):
     """The offsets of rows in a tensor [sequences, query heads, tokens, ...]."""
-    return row_sequence.to(tl.int64) * strides[0] + row_head.to(tl.int64) * strides[1] + row_token * strides[2]
-
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def row_key_range(range_first, range_end, row_sequence, row_token, row_last, TOKENS: tl.constexpr):
-    """The first and the last visible key of each row, up to `row_last`, in 32 bits."""
-    at = row_sequence * TOKENS + row_token
-    end = tl.maximum(tl.load(range_end + at, mask=row_last >= 0, other=0), 0)
-    end = tl.minimum(end, row_last + 1).to(tl.int32)
-    first = tl.maximum(tl.load(range_first + at, mask=row_last >= 0, other=0), 0)
-    return tl.minimum(first, end).to(tl.int32), end - 1
+    return rows.sequence.to(tl.int64) * strides[0] + rows.head.to(tl.int64) * strides[1] + rows.token * strides[2]
 
 
 @triton.jit
 def visible_keys(
-    scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,
-    mask, mask_strides, mask_width, tree, tree_strides, TOKENS: tl.constexpr,
+    scores, keys, rows, row_last, row_first, own, window, mask, mask_strides, mask_width, tree, tree_strides,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The scores (base 2) with the bias of a mask added, and which of `keys` are visible to each row: [keys, rows].
 
@@ -405,8 +353,7 @@ def visible_keys(
     """
     if mask is not None:
         visible = (keys < mask_width)[:, None] & (keys[:, None] <= row_last[None, :])
-        mask_rows = row_offsets(mask_strides, row_sequence, row_head, row_token)
-        mask_at = mask + mask_rows[None, :] + keys.to(tl.int64)[:, None] * mask_strides[3]
+        mask_at = mask + row_offsets(mask_strides, rows)[None, :] + keys.to(tl.int64)[:, None] * mask_strides[3]
         if mask.dtype.element_ty == tl.uint8:
             visible = visible & (tl.load(mask_at, mask=visible, other=0) != 0)
         else:
@@ -416,7 +363,7 @@ def visible_keys(
     elif tree is not None:
         new = keys[:, None] - (row_last - (TOKENS - 1))[None, :]  # the index of a key among the new tokens
         is_new = (new >= 0) & (new < TOKENS) & (row_last >= 0)[None, :]
-        tree_rows = row_sequence.to(tl.int64) * tree_strides[0] + row_token * tree_strides[1]
+        tree_rows = rows.sequence.to(tl.int64) * tree_strides[0] + rows.token * tree_strides[1]
         selected = tl.load(tree + tree_rows[None, :] + new * tree_strides[2], mask=is_new, other=0) != 0
         visible = (row_last >= 0)[None, :] & ((new < 0) | (is_new & selected))
     else:
@@ -428,17 +375,13 @@ def visible_keys(
     return scores, visible
 
 
-_LN_2 = tl.constexpr(0.6931471805599453)
-_CHAIN = tl.constexpr(128)  # products of float32 that are summed one after another
-_NO_SLOT = tl.constexpr(2**31 - 1)  # beyond any slot
-
-
 @triton.jit
-def finish_state(total, row_max, sinks, row_head, attends):
+def finish_state(total, row_max, sinks, rows, row_last):
     """The factor of the sums of values, and the lse in natural log, of a state in base 2, with the sinks if any."""
     sink = tl.full(row_max.shape, float("-inf"), tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + row_head, mask=attends, other=float("-inf")).to(tl.float32) * _LOG2_E
+        attends = rows.exist & (row_last >= 0)
+        sink = tl.load(sinks + rows.head, mask=attends, other=float("-inf")).to(tl.float32) * _LOG2_E
     new_row_max = tl.maximum(row_max, sink)
     shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
     acc_scale = tl.exp2(row_max - shift)
@@ -477,15 +420,13 @@ def merge_kernel(
         splits = (((begin + units) * partitions - 1) // total - first + 1).to(tl.int32)
 
     within = tl.program_id(1) * SOME_ROWS + tl.arange(0, SOME_ROWS)
-    rows = head_tile % tiles * ROWS + within
-    is_row, row_sequence, row_head, row_token = locate_rows(
-        rows, row_count, head_tile // tiles, sequence, TOKENS, GROUP, SHARED
-    )
-    row_last = tl.load(cur_pos + row_sequence, mask=is_row, other=-1)
+    index_of_row = head_tile % tiles * ROWS + within
+    rows = locate_rows(index_of_row, row_count, head_tile // tiles, sequence, TOKENS, GROUP, SHARED)
+    row_last = tl.load(cur_pos + rows.sequence, mask=rows.exist, other=-1)
     columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
 
     invalid = row_last >= capacity
-    invalid_sequence = tl.max(tl.where(invalid, row_sequence, -1), 0)
+    invalid_sequence = tl.max(tl.where(invalid, rows.sequence, -1), 0)
     if invalid_sequence >= 0:
         record_error(errors, error_base + invalid_sequence, -1 - tl.load(cur_pos + invalid_sequence).to(tl.int64))
     if BLOCK_SIZE > 0:
@@ -521,7 +462,7 @@ def merge_kernel(
                     slots = 2 * (first + split) + (split == 0)
                 # [rows, columns, splits]: the compiler divides the rows among warps, and splits are summed by a thread.
                 where = within[:, None] + (slots * heads + head_tile)[None, :] * ROWS
-                some = is_row[:, None] & (split < splits)[None, :]
+                some = rows.exist[:, None] & (split < splits)[None, :]
                 lses = tl.load(part_lse + where, mask=some, other=float("-inf"))
                 outs = tl.load(
                     part_out + where[:, None, :] * DV + columns[None, :, None],
@@ -534,17 +475,16 @@ def merge_kernel(
                 denominator = denominator * acc_scale + tl.sum(weights, 1)
                 acc = acc * acc_scale[:, None] + tl.sum(weights[:, None, :] * outs, 2)
                 row_max = new_row_max
-        weight, natural_lse = finish_state(denominator, row_max, sinks, row_head, is_row & (row_last >= 0))
+        weight, natural_lse = finish_state(denominator, row_max, sinks, rows, row_last)
         result = tl.where(invalid[:, None], float("nan"), acc * weight[:, None])
         natural_lse = tl.where(invalid, float("nan"), natural_lse)
         # Of a head that the split kernel has written, only invalid rows are overwritten.
-        writes = is_row & (invalid | (not whole_head))
-        out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
+        writes = rows.exist & (invalid | (not whole_head))
+        out_rows = row_offsets(out_strides, rows)
         inside = writes[:, None] & (columns < DV)[None, :]
         tl.store(out + out_rows[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
         if tl.program_id(2) == 0:
-            lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
-            tl.store(lse + lse_rows, natural_lse, mask=writes)
+            tl.store(lse + row_offsets(lse_strides, rows), natural_lse, mask=writes)
 
 
 @triton.jit
@@ -621,23 +561,28 @@ def split_kernel(
             first = tl.maximum(select(firsts, index, sequence), key_begin)
             key_begin += (first - key_begin) // KEYS * KEYS
 
-        rows = head_tile % tiles * ROWS + tl.arange(0, ROWS)
-        is_row, row_sequence, row_head, row_token = locate_rows(rows, row_count, head, sequence, TOKENS, GROUP, SHARED)
-        row_last = valid_position(tl.load(cur_pos + row_sequence, mask=is_row, other=-1), capacity)
+        index_of_row = head_tile % tiles * ROWS + tl.arange(0, ROWS)
+        rows = locate_rows(index_of_row, row_count, head, sequence, TOKENS, GROUP, SHARED)
+        row_last = valid_position(tl.load(cur_pos + rows.sequence, mask=rows.exist, other=-1), capacity)
         # The last key visible to each row; -1 for rows that do not exist.
         row_first = range_first
         if range_first is not None:
-            row_first, own = row_key_range(range_first, range_end, row_sequence, row_token, row_last, TOKENS)
+            of_row = rows.sequence * TOKENS + rows.token
+            row_end = tl.maximum(tl.load(range_end + of_row, mask=row_last >= 0, other=0), 0)
+            row_end = tl.minimum(row_end, row_last + 1).to(tl.int32)
+            row_first = tl.maximum(tl.load(range_first + of_row, mask=row_last >= 0, other=0), 0)
+            row_first, own = tl.minimum(row_first, row_end).to(tl.int32), row_end - 1
         else:
-            own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + row_token, -1)
+            own = tl.where(row_last >= 0, row_last - (TOKENS - 1) + rows.token, -1)
 
-        q_rows = q + row_offsets(q_strides, row_sequence, row_head, row_token)
+        q_rows = q + row_offsets(q_strides, rows)
         main = tl.arange(0, MAIN)
-        q_main = tl.load(q_rows[None, :] + main[:, None], mask=is_row[None, :] & (main < D)[:, None], other=0.0)
+        q_main = tl.load(q_rows[None, :] + main[:, None], mask=rows.exist[None, :] & (main < D)[:, None], other=0.0)
         q_tail = q_main
         if TAIL > 0:
             tail = MAIN + tl.arange(0, TAIL)
-            q_tail = tl.load(q_rows[None, :] + tail[:, None], mask=is_row[None, :] & (tail < D)[:, None], other=0.0)
+            real = rows.exist[None, :] & (tail < D)[:, None]
+            q_tail = tl.load(q_rows[None, :] + tail[:, None], mask=real, other=0.0)
 
         score_scale = scale_log2
         value_scale = 1.0
@@ -651,11 +596,10 @@ def split_kernel(
             else:
                 q_main, row_scale = normalize_to_fp16(q_main)
                 score_scale *= row_scale[None, :]
-            q_main, q_odd = split_pairs(q_main, MAIN // 2, ROWS)
+            q_main, q_odd = tl.split(tl.permute(tl.reshape(q_main, (MAIN // 2, 2, ROWS)), (0, 2, 1)))
         # The carry: `acc / sum(denominator)` is the output so far, `row_max + log2(sum(denominator))` its base-2 lse.
         acc = tl.zeros((BLOCK_DV // 2 if PAIRED else BLOCK_DV, ROWS), tl.float32)
-        acc_odd = acc
-        acc_second = acc
+        acc_odd, acc_second = acc, acc
         denominator = tl.zeros((KEYS, ROWS), tl.float32)  # summed over the keys once, at the end
         row_max = tl.full((ROWS,), float("-inf"), tl.float32)
 
@@ -665,20 +609,23 @@ def split_kernel(
         PER_SEQUENCE: tl.constexpr = (BLOCK_SIZE == 0) and (not SHARED)
         k_head = head_pointer(k, k_strides, head * HEADS, sequence, PER_SEQUENCE)
         v_head = head_pointer(v, v_strides, head * HEADS, sequence, PER_SEQUENCE)
-        of_second = (rows // TOKENS % GROUP >= GROUP // HEADS)[None, :]
-        k_scale_head = k_scales
-        v_scale_head = v_scales
-        if STORAGE == "fp8_ds_mla":
+        of_second = (index_of_row // TOKENS % GROUP >= GROUP // HEADS)[None, :]
+        k_scale_head, v_scale_head = k_scales, v_scales
+        if (STORAGE == "int8") | (STORAGE == "bfp8") | (STORAGE == "fp8_ds_mla"):
             k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
         if (STORAGE == "int8") | (STORAGE == "bfp8"):
-            k_scale_head = head_pointer(k_scales, k_scale_strides, head, sequence, PER_SEQUENCE)
             v_scale_head = head_pointer(v_scales, v_scale_strides, head, sequence, PER_SEQUENCE)
 
         blocks = load_blocks(table_row, key_begin, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
         for key in range(key_begin, key_stop, KEYS):
             keys = key + tl.arange(0, KEYS)
             block_offsets = offsets_in_block(key, BLOCK_SIZE, ALIGNED, KEYS)
-            valid = in_bounds(blocks, keys, first, key_stop, num_blocks, BOUNDED, BLOCK_SIZE)
+            valid = keys < key_stop  # and in the pool: no other memory is read
+            if BOUNDED:
+                valid = valid & (keys >= first)
+            if BLOCK_SIZE > 0:
+                in_pool = tl.cast(blocks, tl.uint32, bitcast=True) < tl.cast(num_blocks, tl.uint32, bitcast=True)
+                valid = valid & in_pool
             k_offsets = key_offsets(blocks, block_offsets, k_strides, WIDE)
             v_offsets = key_offsets(blocks, block_offsets, v_strides, WIDE)
             if STORAGE == "bfp8":
@@ -694,11 +641,11 @@ def split_kernel(
             else:
                 k_main = load_keys(k_head, k_offsets, valid, 0, D, MAIN)
                 if STORAGE == "bfp8":
-                    steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN)
+                    steps = load_scales(k_scale_head, k_scale_strides, k_powers, valid, 0, D, KEYS, MAIN, 16)
                     k_main = k_main.to(tl.float32) * steps
             if STORAGE == "fp8_ds_mla":
                 at_scale = key_offsets(blocks, block_offsets, k_scale_strides, WIDE)
-                steps = load_latent_scales(k_scale_head, k_scale_strides, at_scale, valid, KEYS, MAIN)
+                steps = load_scales(k_scale_head, k_scale_strides, at_scale, valid, 0, MAIN, KEYS, MAIN, 128)
                 k_main = k_main.to(tl.float32) * steps
             k_main = k_main.to(q_main.dtype)
             if q_main.dtype == tl.float32 and MAIN > _CHAIN:
@@ -716,7 +663,7 @@ def split_kernel(
                 else:
                     k_tail = load_keys(k_head, k_offsets, valid, MAIN, D, TAIL)
                 if STORAGE == "bfp8":
-                    steps = load_bfp_scales(k_scale_head, k_scale_strides, k_powers, valid, MAIN, D, KEYS, TAIL)
+                    steps = load_scales(k_scale_head, k_scale_strides, k_powers, valid, MAIN, D, KEYS, TAIL, 16)
                     k_tail = k_tail.to(tl.float32) * steps
                 scores = tl.dot(k_tail.to(q_main.dtype), q_tail, scores, input_precision="ieee")
             scores *= score_scale
@@ -727,8 +674,8 @@ def split_kernel(
                 scores = softcap_log2 * tanh(scores / softcap_log2, q_main.dtype == tl.float32)
 
             scores, visible = visible_keys(
-                scores, keys, row_last, row_first, own, row_sequence, row_head, row_token, window,
-                mask, mask_strides, mask_width, tree, tree_strides, TOKENS,
+                scores, keys, rows, row_last, row_first, own, window, mask, mask_strides, mask_width, tree,
+                tree_strides, TOKENS,
             )  # fmt: skip
             if UNIT % KEYS != 0:  # a split may end within a tile
                 visible = visible & (keys < key_stop)[:, None]
@@ -772,7 +719,7 @@ def split_kernel(
                 v_tile = load_keys(v_head, v_offsets, used, 0, DV, BLOCK_DV, 1)
                 if STORAGE == "bfp8":
                     v_powers = key_offsets(blocks, block_offsets, v_scale_strides, WIDE)
-                    steps = load_bfp_scales(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV)
+                    steps = load_scales(v_scale_head, v_scale_strides, v_powers, used, 0, DV, KEYS, BLOCK_DV, 16)
                     v_tile = v_tile.to(tl.float32) * tl.trans(steps)
                 v_tile = v_tile.to(q_main.dtype)
             acc = tl.dot(v_tile, weights, acc * acc_scale[None, :], input_precision="ieee")
@@ -784,20 +731,19 @@ def split_kernel(
             blocks = load_blocks(table_row, key + KEYS, key_stop, BLOCK_SIZE, ALIGNED, KEYS)
 
         if PAIRED:
-            acc = join_pairs(acc, acc_odd, BLOCK_DV // 2, ROWS)
+            acc = tl.reshape(tl.permute(tl.join(acc, acc_odd), (0, 2, 1)), (BLOCK_DV, ROWS))
         if HEADS == 2:
             acc = tl.where(of_second, acc_second, acc)
         acc *= value_scale
         row_sums = tl.sum(denominator, 0)
         columns = tl.arange(0, BLOCK_DV)
-        writes = is_row[None, :] & (columns < DV)[:, None]
+        writes = rows.exist[None, :] & (columns < DV)[:, None]
         if (unit_begin == 0) & (unit_end == units):
-            weight, natural_lse = finish_state(row_sums, row_max, sinks, row_head, is_row & (row_last >= 0))
+            weight, natural_lse = finish_state(row_sums, row_max, sinks, rows, row_last)
             result = acc * weight[None, :]
-            out_rows = row_offsets(out_strides, row_sequence, row_head, row_token)
+            out_rows = row_offsets(out_strides, rows)
             tl.store(out + out_rows[None, :] + columns[:, None], result.to(out.dtype.element_ty), mask=writes)
-            lse_rows = row_offsets(lse_strides, row_sequence, row_head, row_token)
-            tl.store(lse + lse_rows, natural_lse, mask=is_row)
+            tl.store(lse + row_offsets(lse_strides, rows), natural_lse, mask=rows.exist)
         else:
             slot = at
             if not FIXED:
@@ -805,5 +751,5 @@ def split_kernel(
             splits = (slot * heads + head_tile) * ROWS + tl.arange(0, ROWS)
             normal = acc / tl.where(row_sums == 0.0, 1.0, row_sums)[None, :]
             tl.store(part_out + splits[None, :] * DV + columns[:, None], normal, mask=writes)
-            tl.store(part_lse + splits, row_max + tl.log2(row_sums), mask=is_row)
+            tl.store(part_lse + splits, row_max + tl.log2(row_sums), mask=rows.exist)
         at += unit_end - unit_begin
