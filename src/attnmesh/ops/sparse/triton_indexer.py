@@ -31,6 +31,7 @@ from attnmesh.ops.sparse.triton_backward import add_by_key, sort_slots_by_key
 from attnmesh.ops.sparse.triton_bounds import valid_keys
 
 _launches: Recent[Launch] = Recent()
+_grad_launches: Recent[Launch] = Recent()  # of chunks of rows: there may be more than are kept
 
 
 class Shape(NamedTuple):
@@ -218,7 +219,7 @@ def _launch_grads(
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
             repeat(
-                _launches, _grad_kernel, (len(rows), cdiv(padded(width), columns)),
+                _grad_launches, _grad_kernel, (len(rows), cdiv(padded(width), columns)),
                 (
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(),
                     indices, 0 if indices is None else indices.stride(0), lo, hi, None if indices is None else slots,
@@ -345,7 +346,7 @@ def dense_scores_backward(
     with torch.cuda.device_of(iq):
         for head in range(0, heads, head_block):
             repeat(
-                _launches, _grad_keys_kernel, (blocks * splits, pieces),
+                _grad_launches, _grad_keys_kernel, (blocks * splits, pieces),
                 (
                     iq, iq.stride()[:2], ik, ik.stride(0), w, w.stride(), lo, hi, grad, grad.stride(0),
                     begins, ends, parts, s_q, n, head, heads, scale, splits,
