@@ -74,7 +74,7 @@ def test_what_is_predicted_for_two_processes_is_about_what_they_take(tmp_path):
         rows = measured_and_predicted(tmp_path / f"hardware-{attempt}.toml")
         if all(ours / 2.5 < ratio < 2.5 / ours for ours, ratio in rows):
             return
-    pytest.fail(f"measured over predicted, of {rows}")
+    pytest.fail(f"share of the CPU, and measured over predicted time: {rows}")
 
 
 def measured_and_predicted(out) -> list[tuple[float, float]]:

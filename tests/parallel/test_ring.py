@@ -60,7 +60,7 @@ def test_triton_kernels_go_around(layout, mask, device):
 
 @pytest.fixture
 def latents(monkeypatch):
-    """A kernel for latents, which reads only the keys, on a CPU; makes q, k and v, in the memory of k or not."""
+    """Emulates the kernel for latents, which reads only k. Returns a function that makes shards of q, k and v."""
     pytest.importorskip("triton")
     from attnmesh.ops.dense import gluon, gluon_latent, triton_forward
 
@@ -80,7 +80,7 @@ def latents(monkeypatch):
     return make
 
 
-def test_what_serves_values_in_the_memory_of_keys_serves_no_other_values(latents):
+def test_a_kernel_that_reads_only_k_is_not_kept_for_values_of_their_own(latents):
     def rank(comm: Comm) -> None:
         cp = ContextParallel(comm, layout=Contiguous(), schedule="ring", backend="gluon")
         attend = partial(cp.attention, mask=Causal(), scale=0.05)
@@ -95,10 +95,10 @@ def test_what_serves_values_in_the_memory_of_keys_serves_no_other_values(latents
     run_virtual(2, rank)
 
 
-def test_ranks_agree_on_whether_values_are_in_the_memory_of_keys(latents):
+def test_ranks_agree_on_whether_v_is_a_view_of_k(latents):
     def rank(comm: Comm) -> None:
         cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
-        with pytest.raises(ValueError, match="v in the memory of k"):
+        with pytest.raises(ValueError, match="v is a view of k"):
             cp.attention(*latents(cp, shared=comm.rank == 0), mask=Causal(), scale=0.05)
 
     run_virtual(2, rank)

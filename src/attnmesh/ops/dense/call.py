@@ -52,9 +52,9 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 def values_in_keys(k: Tensor, v: Tensor) -> bool:
-    """Whether the values are the first features of wide keys in the same memory, as in MLA with absorbed weights.
+    """Whether v is a view of the first features of wide keys, as in MLA with absorbed weights.
 
-    Backends for latents read only the keys then, so what is decided for such tensors holds for no others.
+    Kernels for latents then read only k. A backend that is kept for such tensors must not serve others.
     """
     if k.ndim != 4 or k.shape[3] <= 256:
         return False
