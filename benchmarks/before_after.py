@@ -2,8 +2,9 @@
 
 `python -m benchmarks.before_after ../attnmesh-before` runs the same programs, those of this file, with the package of
 each checkout, in processes of its own. They build all programs first, side by side. Then one program runs at a time,
-and the checkouts take turns, so that clocks drift for both alike. A ratio is the median over rounds of the time of this
-checkout over the time that the other one took right before it.
+and the checkouts take turns, so that clocks drift for both alike. New processes do so again, since the same kernel may
+take 3% longer where its tensors lie otherwise in memory. A ratio is the median over all rounds of the time of this
+checkout over the time that the other one took right before or after it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from benchmarks.sparse import cases as sparse
 
 _SLICE_MS = 20.0
 _MOST_SLOWER = 1.01
+_NO_MEMORY = "out of memory"
 _SILENCE = 120.0  # seconds: more than any program takes to compile
 _HERE = Path(__file__).resolve().parents[1]
 _K = 1024
@@ -223,6 +225,7 @@ def _captured(run: Run, device: str) -> Callable[[], object]:
     if device == "cpu":
         return run
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the inputs
     with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
         run()
         run()
@@ -311,46 +314,77 @@ serve({device!r}, {names!r}, sys.stdin, answers)
 """
 
 
+class Comparison:
+    """The times of programs of two checkouts, before and after, and why programs have none."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+        self.failed: dict[str, str] = {}
+
+    def run(
+        self, names: Sequence[str], checkouts: Sequence[Path], device: str, rounds: int, processes: int, deadline: float
+    ) -> None:
+        """Build these programs side by side, and time them in turns."""
+        shares = [share for n in range(processes) if (share := names[n::processes])]
+        workers = [[Worker(checkout, device, share) for share in shares] for checkout in checkouts]
+        try:
+            for pair, share in zip(zip(*workers, strict=True), shares, strict=True):
+                for worker, where in zip(pair, ("before", "after"), strict=True):
+                    self._build(worker, share, where, deadline)
+            for turn in range(rounds):
+                _say(deadline, f"round {turn + 1}")
+                for n, name in enumerate(names):
+                    if name not in self.failed and time.monotonic() < deadline:
+                        self._time(name, [each[n % processes] for each in workers], turn % 2 == 1)
+        finally:
+            for worker in (worker for each in workers for worker in each):
+                worker.stop()
+
+    def _build(self, worker: Worker, names: Sequence[str], where: str, deadline: float) -> None:
+        for name in names:
+            try:
+                _, error = worker.answer()
+            except RuntimeError as ended:
+                error = str(ended)
+            _say(deadline, f"built {name}, {where}{f': {error}' if error else ''}")
+            if error is not None:
+                self.failed[name] = f"{where}: {error}"
+                self.times[name].clear()
+
+    def _time(self, name: str, pair: Sequence[Worker], reverse: bool) -> None:
+        try:
+            first, second = (each.milliseconds(name) for each in (reversed(pair) if reverse else pair))
+        except (RuntimeError, OSError) as error:  # the process, and the other programs that it has
+            self.failed[name] = str(error)
+            self.times[name].clear()
+        else:
+            self.times[name].append((second, first) if reverse else (first, second))
+
+
+def _say(deadline: float, text: str) -> None:
+    print(f"{deadline - time.monotonic():5.1f} s left: {text}", file=sys.stderr, flush=True)
+
+
 def compare(
-    before: Path, device: str, names: Sequence[str], *, rounds: int, processes: int, seconds: float
+    before: Path, device: str, names: Sequence[str], *, rounds: int, builds: int, processes: int, seconds: float
 ) -> Iterator[tuple[str, Rows]]:
-    """Yield one table, slowest first; a program that one of the checkouts cannot run has the reason."""
+    """Yield one table, slowest first; a program that one of the checkouts cannot run has the reason.
+
+    The GPU holds the inputs of all programs. Those for which it has no memory left run again, without the others.
+    """
     deadline = time.monotonic() + seconds
-
-    def say(text: str) -> None:
-        print(f"{deadline - time.monotonic():5.1f} s left: {text}", file=sys.stderr, flush=True)
-
-    shares = [share for n in range(processes) if (share := names[n::processes])]
-    workers = [[Worker(checkout, device, share) for share in shares] for checkout in (before, _HERE)]
-    failed: dict[str, str] = {}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    try:
-        for pair, share in zip(zip(*workers, strict=True), shares, strict=True):
-            for worker, where in zip(pair, ("before", "after"), strict=True):
-                for name in share:
-                    try:
-                        _, error = worker.answer()
-                    except RuntimeError as ended:
-                        error = str(ended)
-                    say(f"built {name}, {where}{f': {error}' if error else ''}")
-                    if error is not None:
-                        failed[name] = f"{where}: {error}"
-        for turn in range(rounds):
-            say(f"round {turn + 1}")
-            for n, name in enumerate(names):
-                if name in failed or time.monotonic() >= deadline:
-                    continue
-                try:
-                    first, second = (each[n % processes].milliseconds(name) for each in workers[:: 1 - 2 * (turn % 2)])
-                except (RuntimeError, OSError) as error:  # the process, and the other programs that it has
-                    failed[name] = str(error)
-                    found[name].clear()
-                else:
-                    found[name].append((second, first) if turn % 2 else (first, second))
-    finally:
-        for worker in (worker for each in workers for worker in each):
-            worker.stop()
-    yield f"time after over time before, {rounds} rounds", rows(found, failed)
+    comparison, left = Comparison(names), list(names)
+    while left:
+        for build in range(builds):
+            if build == 0 or time.monotonic() < deadline:
+                comparison.run(left, (before, _HERE), device, rounds, processes, deadline)
+        lacked = [name for name in left if _NO_MEMORY in comparison.failed.get(name, "")]
+        if len(lacked) == len(left):
+            break
+        left = lacked
+        for name in left:
+            del comparison.failed[name]
+    yield f"time after over time before, {builds} times {rounds} rounds", rows(comparison.times, comparison.failed)
 
 
 def rows(times: dict[str, list[tuple[float, float]]], failed: dict[str, str]) -> Rows:
@@ -375,7 +409,10 @@ def main(
     leave_out: Annotated[
         list[str] | None, typer.Option("--except", help="Leave out programs whose name contains this. Repeatable.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of times each program is timed.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times each program is timed in its processes.")] = 5,
+    builds: Annotated[
+        int, typer.Option(min=1, help="Number of processes that time each program: one may place its tensors badly.")
+    ] = 3,
     processes: Annotated[int, typer.Option(min=1, help="Processes of each checkout, which build programs.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Start no program after this time.")] = 600.0,
     device: MeasuredDeviceOption = None,
@@ -393,7 +430,8 @@ def main(
     ]
     if not names:
         raise typer.BadParameter(f"leave none of: {'; '.join(every)}", param_hint="--only and --except")
-    measured = compare(before.resolve(), chosen, names, rounds=rounds, processes=processes, seconds=seconds)
+    how = {"rounds": rounds, "builds": builds, "processes": processes}
+    measured = compare(before.resolve(), chosen, names, **how, seconds=seconds)
     found = publish("before_after", chosen, measured, json)
     for row in (row for section in found.values() for row in section):
         if isinstance(row["ratio"], str) or row["ratio"] > _MOST_SLOWER:

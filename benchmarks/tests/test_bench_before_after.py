@@ -47,9 +47,41 @@ def test_a_late_answer_is_not_taken_for_the_time_of_the_next_program(monkeypatch
         worker.milliseconds("next")
 
 
+def test_programs_without_memory_run_again_without_the_others(monkeypatch):
+    """The largest of three fits only alone; the fourth fits nowhere."""
+    built = []
+
+    class Worker:
+        def __init__(self, checkout, device, names):
+            built.append(names)
+            self.answers = [[name, self.error(name, names)] for name in names]
+
+        def error(self, name, names):
+            large = name == "huge" or (name == "large" and len(names) > 2)
+            return "OutOfMemoryError: CUDA out of memory" if large else "no kernel" if name == "broken" else None
+
+        def answer(self):
+            return self.answers.pop(0)
+
+        def milliseconds(self, name):
+            return 2.0
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(before_after, "Worker", Worker)
+    names = ["small", "large", "broken", "huge"]
+    compared = before_after.compare(HERE, "cpu", names, rounds=1, builds=1, processes=1, seconds=60)
+    ((_, found),) = compared
+    assert built[::2] == [names, ["large", "huge"], ["huge"]]
+    assert {row["program"]: row["ratio"] for row in found} == {
+        "small": 1.0, "large": 1.0, "broken": "after: no kernel", "huge": "after: OutOfMemoryError: CUDA out of memory",
+    }  # fmt: skip
+
+
 @pytest.mark.sweep
 def test_a_checkout_is_compared_with_itself():
-    result = CliRunner().invoke(before_after.app, [str(HERE), "--device", "cpu", "--rounds", "2"])
+    result = CliRunner().invoke(before_after.app, [str(HERE), "--device", "cpu", "--rounds", "2", "--builds", "1"])
     assert result.exit_code in (0, 1), result.output  # two runs of one program may differ by more than 1%
     for name in before_after.programs("cpu"):
         assert name in result.output

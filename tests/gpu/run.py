@@ -148,9 +148,10 @@ class Runner:
 
     def fill(self, tests: int, with_ranks: int) -> None:
         """Start as many workers of both kinds as there are chunks waiting for them."""
-        for ranks, most, waiting in (
-            (False, self.options.workers, tests), (True, self.options.rank_workers, with_ranks),
-        ):  # fmt: skip
+        workers, rank_workers = self.options.workers, self.options.rank_workers
+        if not with_ranks and not any(worker.ranks and worker.busy for worker in self.workers):
+            workers += rank_workers // 2  # the cores of ranks are free
+        for ranks, most, waiting in ((False, workers, tests), (True, rank_workers, with_ranks)):
             wanted = min(most, waiting)
             free = [worker for worker in self.workers if worker.ranks == ranks and worker.busy is None]
             have = sum(worker.ranks == ranks for worker in self.workers)

@@ -14,6 +14,7 @@ LIMIT, LIMIT_MODELS, LIMIT_RANKS = 60, 180, 320  # seconds of a test without a m
 MEMORY, MEMORY_RANKS = 4, 5  # GiB of a test without a mark `gpu_memory`, contexts included
 
 MOST_CASES, MOST_SECONDS = 24, 30  # of one function that run in a row
+UNKNOWN_SECONDS = 5  # of a test that has not run before
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def chunks(tests: Iterable[Test], known: dict[str, float]) -> list[Chunk]:
     for _, cases in groupby(tests, lambda test: (test.function, test.ranks, test.exclusive)):
         chunk = Chunk([])
         for test in cases:
-            seconds = known.get(test.id, 0.0)
+            seconds = known.get(test.id, UNKNOWN_SECONDS)
             most = 1 if test.ranks else MOST_CASES
             if len(chunk.tests) >= most or (chunk.tests and chunk.seconds + seconds > MOST_SECONDS):
                 found.append(chunk)

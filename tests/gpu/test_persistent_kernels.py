@@ -248,7 +248,9 @@ ITEMS: dict[str, Callable[[Launch], float]] = {
     "sparse.gluon_topk._topk_kernel": lambda x: (
         min(x.args["groups"] * x.args["items"], x.args["s_q"]) / x.programs  # units to score, rows to select from
     ),
-    "sparse.triton_topk._topk_kernel": lambda x: (x.args["groups"] * (x.args["items"] + x.args["ROWS"]) / x.programs),
+    "sparse.triton_topk._topk_kernel": lambda x: x.args["groups"]
+    * (x.args["items"] + x.args["SHAPE"].rows)
+    / x.programs,
     "decode.gluon_latent._attend_kernel": by_sequences,
     "decode.gluon_narrow._attend_kernel": by_sequences,
     "decode.gluon_fp8._attend_kernel": by_sequences,

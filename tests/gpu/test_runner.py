@@ -237,15 +237,17 @@ def test_functions_stay_together_kernels_first_and_long_ones_before_short_ones()
     tests = [
         *cases("tests/cli/test_a.py::test_a", 1),
         *cases("tests/kv_cache/test_b.py::test_b", 2),
-        *cases("tests/ops/test_c.py::test_c", 50),
+        *cases("tests/ops/test_c.py::test_c", 20),
         *cases("tests/ops/test_c.py::test_long", 3),
+        *cases("tests/ops/test_c.py::test_quick", 30),
         *cases("tests/ops/test_c.py::test_alone", 1, exclusive=True),
         *cases("tests/reliability/test_d.py::test_d", 2, ranks=True),
     ]
     known = {f"tests/ops/test_c.py::test_long[{n}]": 14.0 for n in range(3)}
+    known |= {f"tests/ops/test_c.py::test_quick[{n}]": 0.25 for n in range(30)}
     found = [(chunk.tests[0].function.rpartition("::")[2], len(chunk.tests)) for chunk in schedule.chunks(tests, known)]
     assert found == [
-        ("test_long", 2), ("test_long", 1), ("test_c", 24), ("test_c", 24), ("test_c", 2),
+        *[("test_c", 6)] * 3, ("test_long", 2), ("test_long", 1), ("test_c", 2), ("test_quick", 24), ("test_quick", 6),
         ("test_b", 2), ("test_d", 1), ("test_d", 1), ("test_a", 1), ("test_alone", 1),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -247,6 +248,34 @@ class _Record:
     args: dict[str, object]
 
 
+_SHARED_SECONDS = 1.0  # for so long, recorders share an anchor: events tell milliseconds in float32
+
+
+class _Anchor:
+    """A moment on the host's clock and on a GPU's."""
+
+    def __init__(self, device: torch.device) -> None:
+        # An idle device reaches the event immediately, which ties its clock to the host's.
+        torch.cuda.synchronize(device)
+        self.host = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(torch.cuda.current_stream(device))
+
+
+_anchors: dict[torch.device, _Anchor] = {}
+_anchors_lock = threading.Lock()
+
+
+def _anchor_of(device: torch.device) -> _Anchor:
+    """A recent anchor, the same for virtual ranks that begin together: so what one stream runs does not overlap."""
+    device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    with _anchors_lock:
+        anchor = _anchors.get(device)
+        if anchor is None or time.perf_counter() - anchor.host > _SHARED_SECONDS:
+            anchor = _anchors[device] = _Anchor(device)
+        return anchor
+
+
 class Recorder:
     """Records the spans of rank `rank`, which computes on `device`. Recording starts on construction."""
 
@@ -257,12 +286,11 @@ class Recorder:
         self._device = torch.device(device)
         self.start = time.perf_counter()
         """When recording started, on the host's clock, which all processes of a machine share."""
+        self._anchor: _Anchor | None = None
         if self._device.type == "cuda":
-            # An idle device reaches the event immediately, which ties its clock to the host's.
+            self._anchor = _anchor_of(self._device)
             torch.cuda.synchronize(self._device)
             self.start = time.perf_counter()
-            self._start_event = torch.cuda.Event(enable_timing=True)
-            self._start_event.record(torch.cuda.current_stream(self._device))
 
     def now(self, device: torch.device | None = None) -> Timestamp:
         """The current time on the host; for a CUDA `device`, the time when its stream has done all work so far."""
@@ -301,7 +329,10 @@ class Recorder:
         return sorted(spans, key=lambda span: (span.begin, span.end))
 
     def _seconds(self, time: Timestamp) -> float:
-        return time if isinstance(time, float) else self.start + self._start_event.elapsed_time(time) / 1e3
+        if isinstance(time, float):
+            return time
+        assert self._anchor is not None
+        return self._anchor.host + float(self._anchor.event.elapsed_time(time)) / 1e3
 
 
 @dataclass(frozen=True)
