@@ -15,7 +15,7 @@ Barriers, with what completes a phase; `item` and `block` are counted over all r
     ready[item % 3]    128 threads of the producer, each when its copies have arrived
     free[item % 3]     each consumer, after its last read of the item
     summed[block % 4]  each consumer, after its sums of the block are in shared memory
-    turns[consumer]    the other consumer, when most of its product has been issued: strict alternation. Consumers in
+    turns[consumer]    the other consumer, when its product has been issued: strict alternation. Consumers in
                        step would exponentiate at the same time, and nothing would bring them out of step
 
 A barrier distinguishes only odd phases from even ones, so no role may fall two phases behind. None does: the slot of an
@@ -52,15 +52,6 @@ REGISTERS = {1: (None, 72, 240), 2: (216, 72, None)}
 WIDTHS = {128: (128, 0), 192: (128, 64), 256: (256, 0), 512: (512, 0), 576: (512, 64)}  # blocks are powers of two wide
 _launches: Recent[Launch] = Recent()
 
-
-def handover(tiles: int) -> int:
-    """The number of tiles of its product after which a consumer lets the other begin.
-
-    Early enough to hide the signal behind the rest of the product, late enough to leave the other time to exponentiate.
-    """
-    return tiles - tiles // 4
-
-
 HEADS = 64  # per consumer: the rows of one matrix instruction
 TILE = 64  # columns: 128 bytes, the widest swizzle
 _HEADS = gl.constexpr(HEADS)
@@ -90,8 +81,7 @@ def _exchange(heads: int) -> Any:
 
 
 _EXCHANGES = gl.constexpr((_exchange(4), _exchange(2), _exchange(1)))
-# The constants of the kernel: columns are `main` and `tail`, and a consumer lets the other begin after HANDOVER tiles.
-Shape = namedtuple("Shape", "consumers main tail groups handover")
+Shape = namedtuple("Shape", "consumers main tail groups")  # constants of the kernel; columns are `main` and `tail`
 Memory = namedtuple("Memory", "main tail sums")  # the ring of items, and sums of blocks
 Barriers = namedtuple("Barriers", "ready free summed turns")
 Sizes = namedtuple("Sizes", "s_q h topk")
@@ -136,7 +126,7 @@ def distribution(call: SparseCall, lse: Tensor, head_group: int) -> Tensor:
             *(x.contiguous() for x in bounds[:3]), lse, lse.stride(0), lse.stride(1), out,
             s_q, h, topk, bounds.k_offset, scale * LOG2_E,
         ),
-        SHAPE=Shape(consumers, main, tail, groups, handover(d // TILE) if consumers == 2 else 0),
+        SHAPE=Shape(consumers, main, tail, groups),
         CONSUMER_REGISTERS=of_consumer, PRODUCER_REGISTERS=of_producer, num_warps=4, maxnreg=cap,
     )  # fmt: skip
     return out
@@ -231,15 +221,13 @@ def _multiply(q, memory, barriers, item, block, WHICH: gl.constexpr, SHAPE: gl.c
     """Starts scores = q x the keys of an item, when these are ready and it is the turn of this consumer."""
     _wait_for(barriers.ready, item)
     fence_async_shared()  # copies and tensor cores access shared memory through different proxies
-    if SHAPE.handover > 0:
+    if SHAPE.consumers == 2:
         mbarrier.wait(barriers.turns.index(WHICH), (block & 1) ^ (1 - WHICH))  # consumer 0 begins
     scores = gl.zeros([_HEADS, _KEYS], gl.float32, _GRID)
     for t in gl.static_range((SHAPE.main + SHAPE.tail) // _TILE):
-        if t == SHAPE.handover and t > 0:
-            mbarrier.arrive(barriers.turns.index(1 - WHICH), count=1)
         keys = _columns(memory, item % _SLOTS, t, SHAPE).permute((1, 0))
         scores = warpgroup_mma(q[t], keys, scores, use_acc=t > 0, is_async=True)
-    if SHAPE.handover == (SHAPE.main + SHAPE.tail) // _TILE:
+    if SHAPE.consumers == 2:
         mbarrier.arrive(barriers.turns.index(1 - WHICH), count=1)
     return scores
 

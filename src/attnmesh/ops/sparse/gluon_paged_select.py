@@ -33,7 +33,6 @@ _BLOCK_QUADS = gl.constexpr(NEIGHBORS // 4)
 _TILE_CHUNKS = gl.constexpr(4)  # as many as are counted in bytes
 _INDEX_FAULT = gl.constexpr(INDEX_FAULT)
 _NOTHING = gl.constexpr(float("-inf"))
-_MOST = gl.constexpr(0x7F800000)  # the order of inf
 _FLAT = gl.constexpr(gl.BlockedLayout([2], [32], [WARPS], [0]))
 _FAULTS = gl.constexpr(32 * WARPS)  # read at a time
 
@@ -143,21 +142,8 @@ def _between(low, high, more, fewer, turn):
 
 
 @gluon.jit
-def _most_of_warps(order):
-    return gl.max(gl.max(gl.max(order, 3), 1), 1).to(gl.int32)
-
-
-@gluon.jit
-def _ends(value, memory, SHAPE: gl.constexpr):
-    """The orders of the least value of a tile above -inf, and of the largest, but at least that."""
-    order = _order_of(value)
-    memory.index(0).store(_most_of_warps(order))
-    memory.index(1).store(_most_of_warps(gl.where(value > _NOTHING, -order, -_MOST)))
-    group_barrier()
-    high = gl.max(memory.index(0).load(gl.SliceLayout(0, SHAPE.pairs)), 0)
-    low = -gl.max(memory.index(1).load(gl.SliceLayout(0, SHAPE.pairs)), 0)
-    group_barrier()  # the memory is written again
-    return low.to(gl.int32), gl.maximum(low, high).to(gl.int32)
+def _most(value):
+    return gl.max(gl.max(gl.max(gl.max(value, 3), 1), 1), 0)
 
 
 @gluon.jit
@@ -166,7 +152,8 @@ def _kth(value, size, k, slack, memory, SHAPE: gl.constexpr):
 
     With `slack`, any t that k to k + slack values reach. About `size` values are above -inf.
     """
-    low, high = _ends(value, memory, SHAPE)
+    low = _order_of(-_most(gl.where(value > _NOTHING, -value, _NOTHING)))
+    high = gl.maximum(low, _order_of(_most(value)))
     turn, aim = k * 0, k + slack // 2
     more, fewer = size - aim, aim
     while low < high:
