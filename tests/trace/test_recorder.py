@@ -7,6 +7,7 @@ import torch
 
 from attnmesh import ContextParallel, run_virtual
 from attnmesh.comm import Comm, SubComm, recording
+from attnmesh.trace import timeline
 from attnmesh.trace.timeline import Recorder
 
 
@@ -89,3 +90,23 @@ def test_a_recording_ends_with_an_error_too():
         assert comm.recorder is None
 
     run_virtual(1, fails)
+
+
+def test_recorders_that_begin_together_measure_from_one_moment_of_a_gpu(monkeypatch):
+    """Virtual ranks do: with a moment each, kernels that one stream runs in turn would seem to overlap."""
+    now = 5.0
+
+    class Anchor:
+        def __init__(self, device):
+            self.host = now
+
+    monkeypatch.setattr(timeline, "_Anchor", Anchor)
+    monkeypatch.setattr(timeline, "_anchors", {})
+    monkeypatch.setattr(timeline.time, "perf_counter", lambda: now)
+    first, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    anchor = timeline._anchor_of(first)
+    now += 0.5
+    assert timeline._anchor_of(first) is anchor
+    assert timeline._anchor_of(other) is not anchor
+    now += 1.0  # float32 milliseconds from long ago are coarse
+    assert timeline._anchor_of(first) is not anchor
