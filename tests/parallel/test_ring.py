@@ -99,9 +99,24 @@ def test_ranks_agree_on_whether_v_is_a_view_of_k(latents):
     def rank(comm: Comm) -> None:
         cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
         with pytest.raises(ValueError, match="v is a view of k"):
-            cp.attention(*latents(cp, shared=comm.rank == 0), mask=Causal(), scale=0.05)
+            cp.attention(*latents(cp, shared=comm.rank == 0), mask=Causal(), scale=0.05, length=8)
 
     run_virtual(2, rank)
+    run_virtual(9, rank)  # one has no keys
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_without_keys_agree_on_whether_v_is_a_view_of_k(latents, shared):
+    def rank(comm: Comm) -> None:
+        cp = ContextParallel(comm, layout=Contiguous(), schedule="ring")
+        q, k, v = latents(cp, shared=True)
+        if not shared:  # parts of one projection
+            k, v = torch.cat((k, v + 1), dim=-1).split((576, 512), dim=-1)
+        out = cp.unshard(cp.attention(q, k, v, mask=Causal(), scale=0.05, length=8), 2, length=8)
+        whole = (cp.unshard(x, 2, length=8).double() for x in (q, k, v))
+        assert relative_error(out, attention(*whole, mask=Causal(), scale=0.05)) < 1e-3
+
+    run_virtual(9, rank)
 
 
 def test_double_precision_goes_around():

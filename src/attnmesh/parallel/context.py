@@ -532,8 +532,8 @@ class ContextParallel(ExecutorFactory):
         values = {
             OBJECT: self._number, "batch": shape.batch, "query heads": shape.q_heads, "kv heads": shape.kv_heads,
             "head_dim": shape.head_dim, "head_dim of v": shape.out_dim,
-            # Each rank selects the kernel for all blocks by its own tensors. Not compared if some rank has no keys.
-            "v is a view of k": all(positions.keys) and values_in_keys(k, v),
+            # Each rank selects the kernel for all blocks by its own tensors.
+            "v is a view of k": values_in_keys(k, v),
             f"length{inferred}": length, "key_length": key_length,
             "dtype": q.dtype, "device": q.device.type, "mask": mask, "scale": scores.scale, "softcap": softcap,
             "sinks": None if sinks is None else sinks.dtype, "alibi_slopes": alibi_slopes is not None,
