@@ -2,9 +2,9 @@
 
 `python -m benchmarks.before_after ../attnmesh-before` runs the same programs, those of this file, with the package of
 each checkout, in processes of its own. They build all programs first, side by side. Then one program runs at a time,
-and the checkouts take turns, so that clocks drift for both alike. New processes do so again, since the same kernel may
-take 3% longer where its tensors lie otherwise in memory. A ratio is the median over all rounds of the time of this
-checkout over the time that the other one took right before or after it.
+and the checkouts take turns, so that clocks drift for both alike. New processes do so again, since the same code has
+differed by 3% from one process to another. A ratio is the median over all rounds of the time of this checkout over the
+time that the other one took right before or after it.
 """
 
 from __future__ import annotations
@@ -410,9 +410,7 @@ def main(
         list[str] | None, typer.Option("--except", help="Leave out programs whose name contains this. Repeatable.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of times each program is timed in its processes.")] = 5,
-    builds: Annotated[
-        int, typer.Option(min=1, help="Number of processes that time each program: one may place its tensors badly.")
-    ] = 3,
+    builds: Annotated[int, typer.Option(min=1, help="How often new processes build and time each program.")] = 3,
     processes: Annotated[int, typer.Option(min=1, help="Processes of each checkout, which build programs.")] = 3,
     seconds: Annotated[float, typer.Option(min=1, help="Start no program after this time.")] = 600.0,
     device: MeasuredDeviceOption = None,
